@@ -1,0 +1,1 @@
+"""Engines: token ids in, token ids with log-probabilities out. They know nothing about text or chat."""
