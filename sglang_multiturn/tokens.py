@@ -1,0 +1,279 @@
+"""The token ledger: every token of a conversation, in order, with where it came from.
+
+Append-only. What the engine sampled goes in as the engine's own ids and is never tokenised again; everything else is
+appended under the origin it has. Mask, log-probabilities and weight versions are *derived* from the segments, so they
+cannot have another length than the ids, and this is the only module that writes a mask.
+
+    prompt | sampled (turn 0) | boundary | tool | boundary | sampled (turn 1) | ...
+    mask:     1 1 1 ... 1        0 ... 0   0 .. 0   0 .. 0    1 1 ... 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import PlainSerializer, PlainValidator
+
+from sglang_multiturn.engine.base import FinishReason, Generation
+from sglang_multiturn.errors import LedgerError
+
+NOT_SAMPLED_LOGPROB = 0.0
+"""What stands at positions that were not sampled; verl's convention too (`align_response_metadata`)."""
+
+
+class Origin(StrEnum):
+    """Where tokens came from."""
+
+    PROMPT = "prompt"
+    """The dataset row, rendered by the chat template."""
+    SAMPLED = "sampled"
+    """The engine's own ids; the only tokens that can be trained."""
+    TOOL = "tool"
+    """A tool's answer, with the template's wrapping of it."""
+    USER = "user"
+    """What a user or an environment said, with the template's wrapping of it."""
+    BOUNDARY = "boundary"
+    """What the template puts between turns, an end-of-turn token the model did not sample included."""
+
+
+TokenIds = Annotated[array, PlainValidator(lambda ids: array("i", ids)), PlainSerializer(list)]
+Logprobs = Annotated[array, PlainValidator(lambda values: array("d", values)), PlainSerializer(list)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive tokens of one origin."""
+
+    origin: Origin
+    turn: int
+    """The assistant turn (from 0) that sampled them or that they follow; 0 for the prompt."""
+    ids: TokenIds
+    logprobs: Logprobs | None = None
+    """One a token for sampled ones when the engine kept them; None for every other origin."""
+    weight_version: int | None = None
+    call_id: str | None = None
+    """The tool call these tokens answer."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.ids):
+            raise LedgerError(
+                f"turn {self.turn}: {len(self.ids)} token ids but {len(self.logprobs)} log-probabilities"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """What one generation was given and how it ended."""
+
+    turn: int
+    input_tokens: int
+    """How many ids the engine was given."""
+    input_digest: str
+    """`digest_ids` of exactly the ids the engine was given."""
+    sampled_tokens: int
+    finish_reason: FinishReason
+    weight_version: int | None = None
+    attempt: int = 0
+
+
+def digest_ids(ids: Iterable[int]) -> str:
+    """A short digest of token ids, to compare what an engine saw with what a ledger holds."""
+    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
+
+
+class TokenLedger:
+    """All tokens of one conversation. Shapes: every `response_*` list has `num_response_tokens` entries."""
+
+    __slots__ = ("_ids", "_prompt_tokens", "_segments", "_turns")
+
+    def __init__(self, segments: Iterable[Segment] = (), turns: Iterable[TurnRecord] = ()) -> None:
+        self._ids = array("i")
+        self._prompt_tokens = 0
+        self._segments: list[Segment] = []
+        self._turns: list[TurnRecord] = list(turns)
+        for segment in segments:
+            self._append(segment)
+
+    # What may be appended
+
+    def append_prompt(self, ids: Sequence[int]) -> None:
+        """The rendered prompt; only while the ledger is empty."""
+        if self._segments:
+            raise LedgerError("the prompt comes first and once; this ledger already holds tokens")
+        self._append(Segment(origin=Origin.PROMPT, turn=0, ids=array("i", ids)))
+
+    def append_sampled(self, generation: Generation, *, turn: int, given: Sequence[int], attempt: int = 0) -> None:
+        """One generation's tokens, and a record of the ids the engine was `given` for it."""
+        logprobs = None if generation.logprobs is None else array("d", generation.logprobs)
+        segment = Segment(
+            origin=Origin.SAMPLED,
+            turn=turn,
+            ids=array("i", generation.token_ids),
+            logprobs=logprobs,
+            weight_version=generation.weight_version,
+        )
+        self._turns.append(
+            TurnRecord(
+                turn=turn,
+                input_tokens=len(given),
+                input_digest=digest_ids(given),
+                sampled_tokens=len(segment.ids),
+                finish_reason=generation.finish_reason,
+                weight_version=generation.weight_version,
+                attempt=attempt,
+            )
+        )
+        self._append(segment)
+
+    def append_observation(
+        self, ids: Sequence[int], *, origin: Origin, turn: int, call_id: str | None = None
+    ) -> None:
+        """Tokens nobody sampled: a tool's or user's words, or the template's boundary."""
+        if origin in (Origin.PROMPT, Origin.SAMPLED):
+            raise LedgerError(f"turn {turn}: an observation cannot have origin {origin.value!r}")
+        if ids:
+            self._append(Segment(origin=origin, turn=turn, ids=array("i", ids), call_id=call_id))
+
+    def _append(self, segment: Segment) -> None:
+        if segment.origin is Origin.PROMPT:
+            self._prompt_tokens += len(segment.ids)
+        self._segments.append(segment)
+        self._ids.extend(segment.ids)
+
+    # What is derived
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Everything, in order."""
+        return tuple(self._segments)
+
+    @property
+    def turns(self) -> tuple[TurnRecord, ...]:
+        """One record a generation, in order."""
+        return tuple(self._turns)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """All tokens so far: what the next generation is given."""
+        return self._ids.tolist()
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's ids."""
+        return self._ids[: self._prompt_tokens].tolist()
+
+    @property
+    def response_ids(self) -> list[int]:
+        """All ids after the prompt."""
+        return self._ids[self._prompt_tokens :].tolist()
+
+    def response_mask(self, *, cleared: bool = False) -> list[int]:
+        """1 on sampled tokens, 0 elsewhere; all 0 when a policy cleared it."""
+        mask: list[int] = []
+        for segment in self._response_segments():
+            trained = segment.origin is Origin.SAMPLED and not cleared
+            mask.extend([int(trained)] * len(segment.ids))
+        return mask
+
+    @property
+    def response_logprobs(self) -> list[float] | None:
+        """Log-probabilities, 0.0 where not sampled; None when the engine kept none for some sampled token."""
+        values: list[float] = []
+        for segment in self._response_segments():
+            if segment.logprobs is not None:
+                values.extend(segment.logprobs)
+            elif segment.origin is Origin.SAMPLED and len(segment.ids):
+                return None
+            else:
+                values.extend([NOT_SAMPLED_LOGPROB] * len(segment.ids))
+        return values
+
+    @property
+    def response_weight_versions(self) -> list[int | None]:
+        """Version of the weights that sampled each token; None where not sampled or not known."""
+        return [segment.weight_version for segment in self._response_segments() for _ in segment.ids]
+
+    @property
+    def response_origins(self) -> list[Origin]:
+        """Origin of each response token."""
+        return [segment.origin for segment in self._response_segments() for _ in segment.ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self._ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The prompt alone."""
+        return self._prompt_tokens
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Everything after the prompt."""
+        return len(self._ids) - self._prompt_tokens
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """What the model itself produced."""
+        return sum(len(segment.ids) for segment in self._segments if segment.origin is Origin.SAMPLED)
+
+    @property
+    def num_tokens_to_last_sampled(self) -> int:
+        """Response tokens up to and with the last sampled one: where a training row ends."""
+        end = position = 0
+        for segment in self._response_segments():
+            position += len(segment.ids)
+            if segment.origin is Origin.SAMPLED and len(segment.ids):
+                end = position
+        return end
+
+    def turn_end(self, turn: int) -> int | None:
+        """Response index of the last token sampled in `turn`; None when it sampled none."""
+        end, position = None, 0
+        for segment in self._response_segments():
+            position += len(segment.ids)
+            if segment.origin is Origin.SAMPLED and segment.turn == turn and len(segment.ids):
+                end = position - 1
+        return end
+
+    @property
+    def last_sampled_id(self) -> int | None:
+        """The very last token when it was sampled; None when something else follows or nothing was sampled."""
+        if self._segments and self._segments[-1].origin is Origin.SAMPLED and len(self._segments[-1].ids):
+            return self._segments[-1].ids[-1]
+        return None
+
+    def _response_segments(self) -> Iterator[Segment]:
+        return (segment for segment in self._segments if segment.origin is not Origin.PROMPT)
+
+    def check(self) -> None:
+        """Prove that this ledger is what the engine saw and said (DESIGN §5.1 to §5.3).
+
+        Raises:
+            LedgerError: naming the turn and what disagrees.
+        """
+        if any(segment.origin is Origin.PROMPT for segment in self._segments[1:]):
+            raise LedgerError("a prompt segment stands after the start")
+        sampled = [(i, s) for i, s in enumerate(self._segments) if s.origin is Origin.SAMPLED]
+        if len(sampled) != len(self._turns):
+            raise LedgerError(f"{len(self._turns)} generations were recorded but {len(sampled)} sampled segments stand")
+        starts = [0]
+        for segment in self._segments:
+            starts.append(starts[-1] + len(segment.ids))
+        for record, (index, segment) in zip(self._turns, sampled, strict=True):
+            given = self._ids[: starts[index]]
+            if record.input_tokens != len(given) or record.input_digest != digest_ids(given):
+                raise LedgerError(f"turn {record.turn}: the engine was not given the tokens that stand before it")
+            if record.sampled_tokens != len(segment.ids) or record.turn != segment.turn:
+                raise LedgerError(f"turn {record.turn}: the sampled segment is not the one that was recorded")
+        sizes = {len(self.response_ids), len(self.response_mask()), len(self.response_weight_versions)}
+        if (logprobs := self.response_logprobs) is not None:
+            sizes.add(len(logprobs))
+        if len(sizes) != 1:
+            raise LedgerError(f"ids, mask, log-probabilities and versions have different lengths: {sorted(sizes)}")
