@@ -47,7 +47,7 @@ class RolloutConfig(BaseModel):
 
     tool_parser: str = "auto"
     """`hermes` (Qwen's format too), the name of an SGLang parser, or `auto`."""
-    max_parallel_calls: int | None = Field(default=None, ge=1)
+    max_parallel_calls: int = Field(default=16, ge=1)
     """Calls of one turn that are made; the rest is answered with an error, never dropped."""
     max_tool_result_tokens: int = Field(default=1024, ge=8)
     """Longer answers are cut, and the cut is marked in the text."""

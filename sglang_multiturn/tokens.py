@@ -34,11 +34,11 @@ class Origin(StrEnum):
     SAMPLED = "sampled"
     """The engine's own ids; the only tokens that can be trained."""
     TOOL = "tool"
-    """A tool's answer, with the template's wrapping of it."""
+    """What a tool answered."""
     USER = "user"
-    """What a user or an environment said, with the template's wrapping of it."""
+    """What a user or an environment said."""
     BOUNDARY = "boundary"
-    """What the template puts between turns, an end-of-turn token the model did not sample included."""
+    """What the template puts around all these, an end-of-turn token the model did not sample included."""
 
 
 TokenIds = Annotated[array, PlainValidator(lambda ids: array("i", ids)), PlainSerializer(list)]

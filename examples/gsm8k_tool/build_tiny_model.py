@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,9 @@ def padded(conversations: list[tuple[list[int], list[int]]], pad: int) -> tuple[
 
 def teaching_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     """The mean loss of what the assistant has to say; prompts and tool replies teach nothing."""
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     trained = masks[:, 1:].bool()
-    return functional.cross_entropy(logits[trained], ids[:, 1:][trained])
+    return functional.cross_entropy(model.lm_head(hidden[trained]), ids[:, 1:][trained])
 
 
 def run_phase(name: str, steps: int, one_step: Callable[[int], torch.Tensor]) -> None:
@@ -196,6 +196,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mixture-steps", type=int, default=default.mixture_steps, help="steps on the mixture")
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="conversations a step")
     parser.add_argument("--learning-rate", type=float, default=default.learning_rate, help="highest learning rate")
+    parser.add_argument(
+        "--mixture",
+        type=float,
+        nargs=4,
+        default=list(astuple(Mixture())),
+        metavar=("GOOD", "GUESS", "WRONG", "EARLY"),
+        help="weights of good, guessing, wrongly operating and early ending conversations",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads torch may use")
     return parser.parse_args()
 
@@ -216,7 +224,7 @@ def main() -> None:
     tokenizer = build_tokenizer(tools)
     model = build_model(tokenizer, schedule.seed)
     print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters")
-    train(model, tokenizer, tools, schedule, Mixture())
+    train(model, tokenizer, tools, schedule, Mixture(*arguments.mixture))
     save(model, tokenizer, arguments.out)
     print(f"saved to {arguments.out}")
 

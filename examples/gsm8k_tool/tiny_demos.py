@@ -21,7 +21,7 @@ ASSISTANT_START = "<|im_start|>assistant\n"
 TURN_END = "<|im_end|>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """Weights of the kinds of conversation."""
 

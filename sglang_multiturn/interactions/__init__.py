@@ -1,0 +1,1 @@
+"""Who answers an assistant turn that calls no tool: a simulated user or an environment."""

@@ -1,0 +1,420 @@
+"""One request → one trajectory, whatever happens on the way.
+
+`run_one` is the whole conversation: a handler for each state returns the next state, or the reason why it is over.
+
+    PENDING ──► RUNNING ──► TOOL_CALLING ──► RUNNING ...
+                   │  └───► INTERACTING ──► RUNNING ...
+                   └──────► a StopReason: calc_reward, score, release, Trajectory
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_multiturn.chat.parsing import BrokenCall, ParsedCall, ParsedTurn, ToolCallParser
+from sglang_multiturn.chat.template import ChatTemplate
+from sglang_multiturn.chat.truncation import cut_text
+from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.engine.base import FinishReason, Generation, GenerationId, Generator, SamplingParams
+from sglang_multiturn.errors import EngineDiedError, EngineError, InvalidRequestError
+from sglang_multiturn.interactions.base import Done, Interaction
+from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
+from sglang_multiturn.rewards import RewardFn, call_reward_fn, combine
+from sglang_multiturn.schemas import FunctionCall, Message, ToolCall
+from sglang_multiturn.tokens import Origin
+from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.tools.session import NumberedCall, ToolAnswer, ToolSession
+from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
+
+logger = logging.getLogger(__name__)
+
+ABORT_GRACE_S = 10.0
+"""How long a conversation that must end waits for its generation to be acknowledged as aborted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """What a conversation needs and many share."""
+
+    generator: Generator
+    template: ChatTemplate
+    tools: ToolRegistry
+    parser: ToolCallParser
+    config: RolloutConfig
+    max_model_len: int
+    reward_fn: RewardFn | None = None
+    interaction: Interaction | None = None
+
+
+async def run_one(spec: RequestSpec, context: RolloutContext) -> Trajectory:
+    """Roll out one request. Raises nothing but CancelledError: a bad rollout is data."""
+    return await Rollout(spec, context).run()
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The assistant turn that tools or a user are about to answer."""
+
+    calls: list[NumberedCall] = field(default_factory=list)
+
+
+class Rollout:
+    """One conversation. `run` once; `abort` from anywhere in the same event loop."""
+
+    def __init__(self, spec: RequestSpec, context: RolloutContext) -> None:
+        self.request = AsyncRolloutRequest(spec)
+        self._spec = spec
+        self._context = context
+        self._config = context.config
+        self._turn = _Turn()
+        self._records: list[ToolCallRecord] = []
+        self._session: ToolSession | None = None
+        self._clock: asyncio.Timeout | None = None
+        self._abort_requested = False
+
+    def abort(self) -> None:
+        """End this conversation as `aborted`, wherever it is; its generation is aborted and acknowledged first."""
+        self._abort_requested = True
+        if self._clock is not None and not self.request.is_final:
+            self._clock.reschedule(asyncio.get_running_loop().time())
+
+    async def run(self) -> Trajectory:
+        """The whole conversation."""
+        started = time.monotonic()
+        stop_reason, error, rewards = StopReason.ERROR, None, Rewards()
+        try:
+            self._session = ToolSession(self._spec, self._context.tools, self._config, self.request.metrics)
+            async with self._session:
+                stop_reason = await self._converse_in_time()
+                if stop_reason is not StopReason.ABORTED:
+                    rewards = await self._judge(stop_reason)
+        except asyncio.CancelledError:
+            raise
+        except (Exception, SystemExit) as caught:  # noqa: BLE001 - the one boundary: a bad rollout is data
+            logger.warning("request %s failed: %r", self._spec.request_id, caught)
+            stop_reason, error, rewards = StopReason.ERROR, caught, Rewards()
+        self.request.finish(stop_reason, error)
+        self.request.metrics.total_s = time.monotonic() - started
+        return self._trajectory(stop_reason, rewards)
+
+    async def _converse_in_time(self) -> StopReason:
+        try:
+            async with asyncio.timeout(self._config.rollout_timeout_s) as self._clock:
+                if self._abort_requested:
+                    return StopReason.ABORTED
+                return await self._converse()
+        except TimeoutError:
+            if self._abort_requested:
+                return StopReason.ABORTED
+            if self._clock is not None and self._clock.expired():
+                return StopReason.TIMEOUT
+            raise
+
+    async def _converse(self) -> StopReason:
+        handlers: Mapping[RequestState, Callable[[], Awaitable[RequestState | StopReason]]] = {
+            RequestState.PENDING: self._begin,
+            RequestState.RUNNING: self._generate_turn,
+            RequestState.TOOL_CALLING: self._call_tools,
+            RequestState.INTERACTING: self._interact,
+        }
+        while True:
+            step = await handlers[self.request.state]()
+            if isinstance(step, StopReason):
+                return step
+            self.request.transition(step)
+
+    # PENDING
+
+    async def _begin(self) -> RequestState | StopReason:
+        assert self._session is not None
+        context, ledger = self._context, self.request.ledger
+        schemas = context.tools.schemas(self._spec.tool_names)
+        ledger.append_prompt(context.template.encode_prompt(self._spec.messages, schemas))
+        limit = min(self._config.max_prompt_tokens or context.max_model_len, self._max_model_len - 1)
+        if ledger.num_prompt_tokens > limit:
+            return StopReason.PROMPT_TOO_LONG
+        await self._session.create_named()
+        return RequestState.RUNNING
+
+    # RUNNING
+
+    async def _generate_turn(self) -> RequestState | StopReason:
+        ledger, metrics = self.request.ledger, self.request.metrics
+        if exhausted := self._exhausted():
+            return exhausted
+        left = min(self._config.max_response_tokens - ledger.num_response_tokens, self._max_model_len - ledger.num_tokens)
+        allowed = min(left, self._config.max_turn_tokens or left)
+        turn = metrics.assistant_turns
+        generation = await self._generate(turn, allowed)
+        metrics.assistant_turns += 1
+        if generation.finish_reason is FinishReason.ABORT:
+            return StopReason.ABORTED
+        parsed = self._context.parser.parse(
+            self._context.template.decode(generation.token_ids), self._context.tools.schemas(self._spec.tool_names)
+        )
+        if generation.finish_reason is FinishReason.LENGTH:
+            return self._cut_turn(parsed, turn)
+        self._note_turn(parsed, turn)
+        return self._after_turn(bool(parsed.calls))
+
+    def _cut_turn(self, parsed: ParsedTurn, turn: int) -> RequestState | StopReason:
+        """A turn that ended by length: no call is made; the model is told when the budget lets it go on."""
+        if exhausted := self._exhausted():
+            self._note_turn(ParsedTurn(content=parsed.content), turn)
+            return exhausted
+        if not parsed.calls:
+            self._note_turn(parsed, turn)
+            return StopReason.MAX_RESPONSE_TOKENS
+        reason = "The turn was cut at its length limit before the tool call could be made. Write less and call again."
+        self._note_turn(dataclasses.replace(parsed, calls=(BrokenCall(reason=reason),)), turn)
+        return self._after_turn(called=True)
+
+    def _after_turn(self, called: bool) -> RequestState | StopReason:
+        config, metrics = self._config, self.request.metrics
+        if not called and self._context.interaction is None:
+            return StopReason.ANSWERED
+        if config.max_assistant_turns is not None and metrics.assistant_turns >= config.max_assistant_turns:
+            return StopReason.MAX_ASSISTANT_TURNS
+        if called:
+            if config.max_tool_turns is not None and metrics.tool_turns >= config.max_tool_turns:
+                return StopReason.MAX_TOOL_TURNS
+            return RequestState.TOOL_CALLING
+        if config.max_user_turns is not None and metrics.user_turns >= config.max_user_turns:
+            return StopReason.MAX_USER_TURNS
+        return RequestState.INTERACTING
+
+    async def _generate(self, turn: int, max_new_tokens: int) -> Generation:
+        """One turn's tokens, appended to the ledger; asked again when the engine failed or aborted by itself."""
+        given = self.request.ledger.input_ids
+        params = dataclasses.replace(
+            self._spec.sampling,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=tuple({*self._spec.sampling.stop_token_ids, *self._context.template.stop_token_ids}),
+        )
+        for attempt in range(self._config.engine_retries + 1):
+            generation_id = GenerationId(self._spec.request_id, turn, attempt)
+            last = attempt == self._config.engine_retries
+            started = time.monotonic()
+            try:
+                generation = await self._generate_or_abort(generation_id, given, params)
+            except (InvalidRequestError, EngineDiedError):
+                raise
+            except EngineError:
+                if last:
+                    raise
+                self.request.metrics.engine_retries += 1
+                continue
+            finally:
+                self.request.metrics.generate_s += time.monotonic() - started
+            if generation.finish_reason is not FinishReason.ABORT or last or self._abort_requested:
+                break
+            self.request.metrics.engine_retries += 1
+        self.request.ledger.append_sampled(generation, turn=turn, given=given, attempt=generation_id.attempt)
+        return generation
+
+    async def _generate_or_abort(
+        self, generation_id: GenerationId, given: Sequence[int], params: SamplingParams
+    ) -> Generation:
+        """Generate; when this conversation must end meanwhile, abort in the engine and keep what was sampled."""
+        generator = self._context.generator
+        # A task of its own, so that a deadline reaches us and not it: it ends by being aborted and acknowledged.
+        running = asyncio.create_task(generator.generate(generation_id, given, params), name=generation_id.rid)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            try:
+                async with asyncio.timeout(ABORT_GRACE_S):
+                    await generator.abort(generation_id.request_id)
+                    partial = await running
+            except (TimeoutError, EngineError) as error:
+                logger.warning("generation %s did not acknowledge its abort: %r", generation_id.rid, error)
+            else:
+                self.request.ledger.append_sampled(
+                    partial, turn=generation_id.turn, given=given, attempt=generation_id.attempt
+                )
+                self.request.metrics.assistant_turns += 1
+            raise
+        finally:
+            running.cancel()
+
+    # TOOL_CALLING
+
+    async def _call_tools(self) -> RequestState | StopReason:
+        assert self._session is not None
+        request, metrics = self.request, self.request.metrics
+        turn = metrics.assistant_turns - 1
+        answers = [self._cut_answer(a) for a in await self._session.execute(self._turn.calls, turn)]
+        metrics.tool_turns += 1
+        self._count(answers)
+        messages = [
+            Message(role="tool", content=a.record.answer, tool_call_id=a.record.call_id, name=a.record.name or None)
+            for a in answers
+        ]
+        request.messages.extend(messages)
+        all_wrong = all(answer.record.outcome is not CallOutcome.OK for answer in answers)
+        request.errors_in_a_row = request.errors_in_a_row + 1 if all_wrong else 0
+        if any(answer.stop for answer in answers):
+            return StopReason.TOOL_STOP
+        if request.errors_in_a_row >= self._config.max_errors_in_a_row:
+            return StopReason.TOO_MANY_ERRORS
+        return self._observe(messages, turn, [answer.record.call_id for answer in answers])
+
+    def _cut_answer(self, answer: ToolAnswer) -> ToolAnswer:
+        text = cut_text(
+            answer.record.answer,
+            self._context.template,
+            max_tokens=self._config.max_tool_result_tokens,
+            side=self._config.tool_result_cut,
+        )
+        if text is None:
+            return answer
+        self.request.metrics.cut_tool_results += 1
+        return dataclasses.replace(answer, record=dataclasses.replace(answer.record, answer=text))
+
+    def _count(self, answers: Sequence[ToolAnswer]) -> None:
+        counters = {
+            CallOutcome.MALFORMED: "malformed_calls",
+            CallOutcome.UNKNOWN_TOOL: "unknown_tools",
+            CallOutcome.INVALID_ARGUMENTS: "invalid_arguments",
+            CallOutcome.SKIPPED: "skipped_calls",
+            CallOutcome.TOOL_ERROR: "tool_errors",
+            CallOutcome.TIMEOUT: "tool_timeouts",
+        }
+        metrics = self.request.metrics
+        for answer in answers:
+            self._records.append(answer.record)
+            metrics.tool_calls += 1
+            if name := counters.get(answer.record.outcome):
+                setattr(metrics, name, getattr(metrics, name) + 1)
+
+    # INTERACTING
+
+    async def _interact(self) -> RequestState | StopReason:
+        assert self._context.interaction is not None
+        said = await self._context.interaction.respond(self._spec.request_id, tuple(self.request.messages))
+        if isinstance(said, Done):
+            return said.reason
+        message = Message(role="user", content=said.text)
+        self.request.messages.append(message)
+        self.request.metrics.user_turns += 1
+        return self._observe([message], self.request.metrics.assistant_turns - 1, [None])
+
+    # What the states share
+
+    def _observe(
+        self, messages: Sequence[Message], turn: int, call_ids: Sequence[str | None]
+    ) -> RequestState | StopReason:
+        """Append what was said to the ledger, if what is left of the budget holds it and a token more."""
+        ledger = self.request.ledger
+        pieces = self._context.template.encode_delta(messages, last_id=ledger.last_sampled_id)
+        added = sum(len(piece.ids) for piece in pieces)
+        if exhausted := self._exhausted(added):
+            return exhausted
+        for piece in pieces:
+            call_id = None if piece.message_index is None else call_ids[piece.message_index]
+            ledger.append_observation(piece.ids, origin=piece.origin, turn=turn, call_id=call_id)
+        return RequestState.RUNNING
+
+    def _exhausted(self, added: int = 0) -> StopReason | None:
+        """Why nothing more could be sampled once `added` tokens were appended; None when something could."""
+        ledger = self.request.ledger
+        if ledger.num_response_tokens + added >= self._config.max_response_tokens:
+            return StopReason.MAX_RESPONSE_TOKENS
+        if ledger.num_tokens + added >= self._max_model_len:
+            return StopReason.MAX_MODEL_LEN
+        return None
+
+    @property
+    def _max_model_len(self) -> int:
+        return min(self._config.max_model_len or self._context.max_model_len, self._context.max_model_len)
+
+    def _note_turn(self, parsed: ParsedTurn, turn: int) -> None:
+        """Keep the turn as a message, and number its calls."""
+        self._turn = _Turn([NumberedCall(call_id=f"call_{turn}_{i}", call=call) for i, call in enumerate(parsed.calls)])
+        made = [
+            ToolCall(id=n.call_id, function=FunctionCall(name=n.call.name, arguments=n.call.arguments))
+            for n in self._turn.calls
+            if isinstance(n.call, ParsedCall)
+        ]
+        extra = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+        message = Message.model_validate(
+            {"role": "assistant", "content": parsed.content, **({"tool_calls": made} if made else {}), **extra}
+        )
+        self.request.messages.append(message)
+
+    # The end
+
+    async def _judge(self, stop_reason: StopReason) -> Rewards:
+        """Ask every tool for its `calc_reward` and the reward function for its score."""
+        assert self._session is not None
+        started = time.monotonic()
+        try:
+            calc_rewards = await self._session.calc_rewards()
+            tool_rewards = tuple(record.reward for record in self._records)
+            score, extra = None, {}
+            if self._context.reward_fn is not None and self._disposition(stop_reason) is not Disposition.DROP:
+                score, extra = await call_reward_fn(
+                    self._context.reward_fn,
+                    data_source=self._spec.data_source,
+                    solution_str=self._own_words(),
+                    ground_truth=self._spec.ground_truth,
+                    extra_info=self._scorer_info(stop_reason, tool_rewards, calc_rewards),
+                    timeout_s=self._config.reward_timeout_s,
+                )
+            return combine(
+                self._config, score=score, tool_rewards=tool_rewards, calc_rewards=calc_rewards, extra=extra
+            )
+        finally:
+            self.request.metrics.reward_s += time.monotonic() - started
+
+    def _own_words(self) -> str:
+        """What the model sampled, turn by turn, and nothing anyone else said."""
+        sampled = (s for s in self.request.ledger.segments if s.origin is Origin.SAMPLED)
+        return "\n".join(self._context.template.decode(segment.ids) for segment in sampled)
+
+    def _scorer_info(
+        self, stop_reason: StopReason, tool_rewards: tuple[float, ...], calc_rewards: dict[str, float]
+    ) -> dict[str, Any]:
+        return {
+            **self._spec.extra_info,
+            "request_id": self._spec.request_id,
+            "stop_reason": stop_reason.value,
+            "messages": [message.for_template() for message in self.request.messages],
+            "full_text": self._context.template.decode(self.request.ledger.response_ids),
+            "tool_rewards": list(tool_rewards),
+            "calc_rewards": calc_rewards,
+            "num_turns": self.request.metrics.assistant_turns,
+        }
+
+    def _disposition(self, stop_reason: StopReason) -> Disposition:
+        return self._config.disposition(stop_reason)
+
+    def _trajectory(self, stop_reason: StopReason, rewards: Rewards) -> Trajectory:
+        request, spec = self.request, self._spec
+        return Trajectory(
+            request_id=spec.request_id,
+            uid=spec.uid,
+            sample_index=spec.sample_index,
+            input_index=spec.input_index,
+            state=request.state,
+            stop_reason=stop_reason,
+            disposition=self._disposition(stop_reason),
+            segments=request.ledger.segments,
+            turns=request.ledger.turns,
+            messages=tuple(request.messages),
+            rewards=rewards,
+            tool_calls=tuple(self._records),
+            error=request.error,
+            metrics=request.metrics,
+            truncated_sampling=spec.sampling.truncates,
+            data_source=spec.data_source,
+            ground_truth=spec.ground_truth,
+            validate=spec.validate,
+            spec_digest=spec.digest,
+        )

@@ -1,0 +1,163 @@
+"""Many requests at once: a limit on how many, one trajectory for each, and an end when nothing works any more.
+
+    async with RolloutEngine(engine, template=..., tools=...) as rollouts:
+        async for trajectory in rollouts.run(requests):   # as they finish; `run_all` returns input order
+            ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AsyncExitStack
+from typing import Self
+
+from sglang_multiturn.chat.parsing import ToolCallParser, make_parser
+from sglang_multiturn.chat.template import ChatTemplate
+from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.engine.base import Engine
+from sglang_multiturn.errors import BatchFailedError
+from sglang_multiturn.interactions.base import Interaction
+from sglang_multiturn.request import RequestSpec, RequestState
+from sglang_multiturn.rewards import RewardFn
+from sglang_multiturn.rollout import Rollout, RolloutContext
+from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.trajectory import Trajectory
+
+MIN_FINISHED_TO_JUDGE = 16
+"""A batch is not given up before this many of its conversations have ended."""
+
+
+class RolloutEngine:
+    """Rolls out requests on an engine it starts and closes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        template: ChatTemplate,
+        tools: ToolRegistry | None = None,
+        config: RolloutConfig | None = None,
+        parser: ToolCallParser | None = None,
+        reward_fn: RewardFn | None = None,
+        interaction: Interaction | None = None,
+    ) -> None:
+        self.engine = engine
+        self.template = template
+        self.tools = tools or ToolRegistry()
+        self.config = config or RolloutConfig()
+        self._parser = parser or make_parser(self.config.tool_parser, template)
+        self._reward_fn = reward_fn
+        self._interaction = interaction
+        self._rollouts: dict[str, Rollout] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.engine)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def run(self, specs: Iterable[RequestSpec]) -> AsyncIterator[Trajectory]:
+        """Trajectories as they finish, one for each request; `input_index` tells which.
+
+        Requests are taken from `specs` only as there is room for them, so it may be endless.
+
+        Raises:
+            BatchFailedError: more than `max_failed_fraction` of what has ended FAILED. What had finished was yielded.
+        """
+        results: asyncio.Queue[Trajectory | None] = asyncio.Queue(maxsize=self.config.max_concurrent)
+        # A task and not a TaskGroup: the consumer may leave between two yields, in whatever task it likes.
+        pump = asyncio.create_task(self._pump(iter(specs), results), name="rollouts")
+        verdict = _Verdict(self.config.max_failed_fraction)
+        try:
+            while (trajectory := await results.get()) is not None:
+                yield trajectory
+                verdict.add(trajectory)
+            await pump
+        finally:
+            pump.cancel()
+            await asyncio.wait([pump])
+
+    async def run_all(self, specs: Iterable[RequestSpec]) -> list[Trajectory]:
+        """All trajectories, in the order of the requests. Raises BatchFailedError."""
+        numbered = list(specs)
+        order = {spec.request_id: index for index, spec in enumerate(numbered)}
+        finished = [trajectory async for trajectory in self.run(numbered)]
+        return sorted(finished, key=lambda trajectory: order[trajectory.request_id])
+
+    def abort(self, request_id: str) -> bool:
+        """End one running conversation as `aborted`; False when it is not running."""
+        rollout = self._rollouts.get(request_id)
+        if rollout is not None:
+            rollout.abort()
+        return rollout is not None
+
+    def abort_all(self) -> None:
+        """End every running conversation as `aborted`; each still gives its trajectory."""
+        for rollout in self._rollouts.values():
+            rollout.abort()
+
+    async def _pump(self, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.config.max_concurrent):
+                    if (spec := next(specs, None)) is None:
+                        break
+                    group.create_task(self._lane(spec, specs, results))
+        except ExceptionGroup as errors:
+            await results.put(None)  # the consumer still waits: let it come and see
+            raise errors.exceptions[0] from errors
+        await results.put(None)
+
+    async def _lane(
+        self, spec: RequestSpec | None, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None]
+    ) -> None:
+        """One after the other, until there are no more."""
+        context = self._context()
+        while spec is not None:
+            rollout = self._rollouts[spec.request_id] = Rollout(spec, context)
+            try:
+                await results.put(await rollout.run())
+            finally:
+                del self._rollouts[spec.request_id]
+            spec = next(specs, None)
+
+    def _context(self) -> RolloutContext:
+        return RolloutContext(
+            generator=self.engine,
+            template=self.template,
+            tools=self.tools,
+            parser=self._parser,
+            config=self.config,
+            max_model_len=self.engine.info.max_model_len,
+            reward_fn=self._reward_fn,
+            interaction=self._interaction,
+        )
+
+
+class _Verdict:
+    """Gives a batch up when most of it failed, and says why."""
+
+    def __init__(self, max_failed_fraction: float) -> None:
+        self._limit = max_failed_fraction
+        self._finished = 0
+        self._causes: dict[str, list[Trajectory]] = collections.defaultdict(list)
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._finished += 1
+        if trajectory.state is RequestState.FAILED:
+            self._causes[trajectory.error.type if trajectory.error else "unknown"].append(trajectory)
+        failed = sum(map(len, self._causes.values()))
+        if self._finished >= MIN_FINISHED_TO_JUDGE and failed > self._limit * self._finished:
+            raise BatchFailedError(self._explain(failed))
+
+    def _explain(self, failed: int) -> str:
+        lines = [f"{failed} of the first {self._finished} rollouts failed; stopping. The most frequent causes:"]
+        for cause, examples in sorted(self._causes.items(), key=lambda item: -len(item[1]))[:3]:
+            example = examples[0]
+            message = example.error.message if example.error else ""
+            lines.append(f"  {len(examples)}x {cause}, for example {example.request_id}: {message[:300]}")
+        return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""Trajectories as verl's training rows. This one function builds every row, of whatever stop reason.
+
+    journal:  prompt | sampled | boundary tool boundary | sampled | boundary tool boundary
+    row:      prompt | 1 1 1 1   0 0 0 0 0 0 0 0 0 0 0 0   1 1 1 1     (trimmed)
+
+A row ends with the last *sampled* token: verl puts the score on a row's last token (agent_loop.py:151) and GAE ignores
+masked positions. Every row sets the same fields, since verl makes columns of them: TransferQueue reads a column from every
+row (agent_loop_tq.py:200), V0 takes the first row's `reward_extra_info` keys for all (agent_loop.py:1106), and the weight
+versions must be integers (trainer_base.py:1711).
+
+A dropped trajectory is no row at all (`[]`) where verl pads what is missing, which is the V1 worker (agent_loop_tq.py:156).
+Elsewhere it is one masked row of one token: it trains nothing itself, but its reward of 0 is part of its group's mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import PrivateAttr
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from sglang_multiturn.request import Disposition
+from sglang_multiturn.tokens import NOT_SAMPLED_LOGPROB
+from sglang_multiturn.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """What rows look like in one run of verl."""
+
+    scored_here: bool
+    """Whether this package scores; else no row has a reward and verl's own reward loop gives one to all."""
+    with_logprobs: bool
+    """`rollout.calculate_log_probs`."""
+    max_prompt_tokens: int
+    filler_id: int
+    """Stands where a row needs a token and the trajectory has none."""
+    tool_reward_weight: float = 0.0
+    unscored_extra: tuple[str, ...] = ()
+    """Further keys of `reward_extra_info` that an unscored row must have (the DAPO filter reads one)."""
+
+
+class VersionSpan(NamedTuple):
+    """The oldest and the newest weights that sampled a trajectory."""
+
+    oldest: int
+    newest: int
+
+
+class RowOutput(AgentLoopOutput):  # type: ignore[misc]
+    """A row whose step rewards stand where they were earned (V1; V0 never calls `as_dict` and keeps the sum)."""
+
+    _step_rewards: tuple[tuple[int, float], ...] = PrivateAttr(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """verl's fields; the last token keeps what is left of the reward, so that the sum stays the reward."""
+        fields: dict[str, Any] = super().as_dict()
+        for position, reward in self._step_rewards if "rm_scores" in fields else ():
+            fields["rm_scores"][position] += reward
+            fields["rm_scores"][-1] -= reward
+        return fields
+
+
+def training_row(trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan, user_extra: bool) -> RowOutput:
+    """The row of a trajectory that was kept (disposition `train` or `mask`)."""
+    end = trajectory.ledger.num_tokens_to_last_sampled
+    if end == 0:
+        return masked_row(trajectory, rules, versions=versions, user_extra=user_extra)
+    logprobs = trajectory.response_logprobs
+    if rules.with_logprobs and logprobs is None:
+        raise ValueError(f"request {trajectory.request_id}: log-probabilities were asked for and the server sent none")
+    row = _row(
+        trajectory,
+        rules,
+        prompt_ids=trajectory.prompt_ids,
+        response_ids=trajectory.response_ids[:end],
+        response_mask=trajectory.response_mask[:end],
+        response_logprobs=logprobs[:end] if logprobs is not None else [],
+        reward=trajectory.reward or 0.0,
+        versions=versions,
+        extra=_reward_extra(trajectory, rules, user_extra=user_extra),
+    )
+    row._step_rewards = _step_rewards(trajectory, rules)
+    return row
+
+
+def masked_row(trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan, user_extra: bool) -> RowOutput:
+    """One token that trains nothing: what stands for a trajectory that verl must have a row of.
+
+    Its prompt may be one that was too long, which V0 cannot pad (agent_loop.py:729): here, and only here, it is cut.
+    """
+    kept = trajectory.disposition is not Disposition.DROP
+    return _row(
+        trajectory,
+        rules,
+        prompt_ids=trajectory.prompt_ids[-rules.max_prompt_tokens :] or [rules.filler_id],
+        response_ids=[rules.filler_id],
+        response_mask=[0],
+        response_logprobs=[NOT_SAMPLED_LOGPROB],
+        reward=(trajectory.reward or 0.0) if kept else 0.0,
+        versions=versions,
+        extra=_reward_extra(trajectory, rules, user_extra=user_extra),
+    )
+
+
+def _row(
+    trajectory: Trajectory,
+    rules: RowRules,
+    *,
+    prompt_ids: list[int],
+    response_ids: list[int],
+    response_mask: list[int],
+    response_logprobs: Sequence[float],
+    reward: float,
+    versions: VersionSpan,
+    extra: dict[str, Any],
+) -> RowOutput:
+    metrics = trajectory.metrics
+    return RowOutput(
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        response_mask=response_mask,
+        response_logprobs=list(response_logprobs) if rules.with_logprobs else None,
+        reward_score=reward if rules.scored_here else None,
+        num_turns=trajectory.num_turns,
+        # All four, although three have defaults: `as_dict` leaves out what was not set.
+        metrics=AgentLoopMetrics(
+            generate_sequences=metrics.generate_s,
+            tool_calls=metrics.tool_s,
+            compute_score=metrics.reward_s,
+            num_preempted=-1,
+        ),
+        extra_fields={
+            "min_global_steps": versions.oldest,
+            "max_global_steps": versions.newest,
+            "turn_scores": [],
+            "tool_rewards": list(trajectory.rewards.tool_rewards),
+            "reward_extra_info": extra,
+            "request_id": trajectory.request_id,
+            "stop_reason": trajectory.stop_reason.value,
+        },
+    )
+
+
+def _reward_extra(trajectory: Trajectory, rules: RowRules, *, user_extra: bool) -> dict[str, Any]:
+    """`acc` and `score` as verl's own reward managers name them (reward_manager/naive.py:110), on every row.
+
+    What a reward function returned beside its score joins them under V1, which allows rows to differ; V0 does not.
+    """
+    score = trajectory.rewards.score if trajectory.rewards.score is not None else trajectory.reward or 0.0
+    extra: dict[str, Any] = {key: 0.0 for key in rules.unscored_extra} if user_extra else {}
+    extra |= {"score": score, "acc": score}
+    return extra | trajectory.rewards.extra if user_extra else extra
+
+
+def _step_rewards(trajectory: Trajectory, rules: RowRules) -> tuple[tuple[int, float], ...]:
+    if rules.tool_reward_weight == 0.0:
+        return ()
+    placed = ((trajectory.ledger.turn_end(call.turn), call.reward) for call in trajectory.tool_calls)
+    return tuple((end, rules.tool_reward_weight * reward) for end, reward in placed if end is not None and reward)
+
+
+def version_span(versions: Sequence[int | None], unknown: int) -> VersionSpan:
+    """Oldest and newest of the known versions; `unknown` where the server told none or nothing was sampled."""
+    known = [version for version in versions if version is not None]
+    return VersionSpan(min(known), max(known)) if known else VersionSpan(unknown, unknown)
