@@ -94,7 +94,7 @@ async def call_reward_fn(
                 result = await reward_fn(**arguments)
             else:
                 result = await asyncio.to_thread(reward_fn, **arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise RewardError(f"the reward function failed: {type(error).__name__}: {error}") from error
     return _score_of(result)
 

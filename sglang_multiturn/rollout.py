@@ -357,7 +357,8 @@ class Rollout:
         try:
             calc_rewards = await self._session.calc_rewards()
             tool_rewards = tuple(record.reward for record in self._records)
-            score, extra = None, {}
+            score: float | None = None
+            extra: dict[str, Any] = {}
             if self._context.reward_fn is not None and self._disposition(stop_reason) is not Disposition.DROP:
                 score, extra = await call_reward_fn(
                     self._context.reward_fn,

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -41,8 +41,12 @@ class Origin(StrEnum):
     """What the template puts around all these, an end-of-turn token the model did not sample included."""
 
 
-TokenIds = Annotated[array, PlainValidator(lambda ids: array("i", ids)), PlainSerializer(list)]
-Logprobs = Annotated[array, PlainValidator(lambda values: array("d", values)), PlainSerializer(list)]
+if TYPE_CHECKING:
+    TokenIds = array[int]
+    Logprobs = array[float]
+else:  # `array` cannot be subscripted at run time, and pydantic has to be told how to read one
+    TokenIds = Annotated[array, PlainValidator(lambda ids: array("i", ids)), PlainSerializer(list)]
+    Logprobs = Annotated[array, PlainValidator(lambda values: array("d", values)), PlainSerializer(list)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ class TokenLedger:
     __slots__ = ("_ids", "_prompt_tokens", "_segments", "_turns")
 
     def __init__(self, segments: Iterable[Segment] = (), turns: Iterable[TurnRecord] = ()) -> None:
-        self._ids = array("i")
+        self._ids: array[int] = array("i")
         self._prompt_tokens = 0
         self._segments: list[Segment] = []
         self._turns: list[TurnRecord] = list(turns)
@@ -245,9 +249,9 @@ class TokenLedger:
     @property
     def last_sampled_id(self) -> int | None:
         """The very last token when it was sampled; None when something else follows or nothing was sampled."""
-        if self._segments and self._segments[-1].origin is Origin.SAMPLED and len(self._segments[-1].ids):
-            return self._segments[-1].ids[-1]
-        return None
+        last = self._segments[-1] if self._segments else None
+        sampled = last is not None and last.origin is Origin.SAMPLED and len(last.ids) > 0
+        return self._ids[-1] if sampled else None
 
     def _response_segments(self) -> Iterator[Segment]:
         return (segment for segment in self._segments if segment.origin is not Origin.PROMPT)

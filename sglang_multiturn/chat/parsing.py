@@ -128,9 +128,6 @@ class SGLangParser:
     def __init__(self, name: str) -> None:
         """Raises ConfigError for an unknown name and MissingDependencyError without SGLang."""
         try:
-            from sglang_multiturn.cpu.sglang_kernels import prepare_process
-
-            prepare_process()
             from sglang.srt.function_call.function_call_parser import FunctionCallParser
         except ImportError as error:
             raise MissingDependencyError.for_extra(f"the tool parser {name!r}", "sglang", "sglang") from error

@@ -201,7 +201,7 @@ class HFChatTemplate:
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         for count in (1, 2):
             answers = [Message(role="tool", content=f"{_PROBE} {i}") for i in range(count)]
-            frame = self._frame(("tool",) * count)
+            frame = self._frame(tuple(message.role for message in answers))
             delta = frame.parts[0] + "".join(
                 message.text + part for message, part in zip(answers, frame.parts[1:], strict=True)
             )
@@ -224,7 +224,7 @@ class HFChatTemplate:
                     messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self._kwargs
                 )
             )
-        except Exception as error:  # noqa: BLE001 - jinja templates raise anything, TypeError included
+        except Exception as error:  # jinja templates raise anything, TypeError included
             raise TemplateError(f"{self._name}: the chat template refused the conversation: {error}") from error
 
     def _frame(self, roles: tuple[Role, ...]) -> _Frame:

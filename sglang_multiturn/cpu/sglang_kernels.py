@@ -7,10 +7,12 @@ A real `sgl_kernel` always wins: the stand-in's folder is appended to `sys.path`
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 _STAND_IN_FOLDER = Path(__file__).parent / "stand_in"
 _PREPARED = "SGLANG_MULTITURN_CPU_STAND_IN"
@@ -39,10 +41,10 @@ def prepare() -> str | None:
 def prepare_spawned() -> None:
     """Repeat in a spawned process what `prepare` did in its parent; nothing where it did nothing."""
     if os.environ.get(_PREPARED) == "1":
-        _declare_torchvision_operators()
+        declare_torchvision_operators()
 
 
-def _declare_torchvision_operators() -> None:
+def declare_torchvision_operators() -> None:
     """Declare the operators torchvision expects of its C extension, where that cannot load.
 
     PyPI's torchvision is built against CUDA; beside a CPU torch its extension does not load, and `import torchvision`
@@ -51,8 +53,7 @@ def _declare_torchvision_operators() -> None:
     spec = importlib.util.find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
         return
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     try:
         for extension in Path(spec.submodule_search_locations[0]).glob("_C*.so"):
             torch.ops.load_library(extension)

@@ -56,7 +56,6 @@ Script = Callable[[GenerationId, Sequence[int]], ScriptedTurn | str]
 
 class _InFlight:
     def __init__(self) -> None:
-        self.started = asyncio.Event()
         self.aborted = asyncio.Event()
 
 
@@ -88,6 +87,7 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._slots = asyncio.Semaphore(max_running) if max_running else None
         self._in_flight: dict[str, _InFlight] = {}
+        self._started: dict[str, asyncio.Event] = {}
         self._open = False
         self._weight_version = 0
 
@@ -171,7 +171,8 @@ class ScriptedEngine:
         if flight.aborted.is_set():
             self._check_open(generation_id)
             return self._ended((), FinishReason.ABORT, 0.0)
-        flight.started.set()
+        if (started := self._started.get(generation_id.request_id)) is not None:
+            started.set()
         scripted = self._script(generation_id, input_ids)
         turn = ScriptedTurn(text=scripted) if isinstance(scripted, str) else scripted
         if turn.error is not None:
@@ -215,24 +216,18 @@ class ScriptedEngine:
 
     async def wait_until_started(self, request_id: str) -> None:
         """Return once a generation of this request is being sampled: what tests wait for instead of sleeping."""
-        while not any(self._matching([request_id])):
-            await asyncio.sleep(0)
-        for flight in self._matching([request_id]):
-            await flight.started.wait()
+        await self._started.setdefault(request_id, asyncio.Event()).wait()
 
     async def abort(self, request_id: str) -> None:
         """End what is in flight for one request; its `generate` returns with `abort` and what it has."""
-        for flight in self._matching([request_id]):
-            flight.aborted.set()
+        for rid, flight in self._in_flight.items():
+            if rid.startswith(f"{request_id}:t"):
+                flight.aborted.set()
 
     async def abort_all(self) -> None:
         """End everything in flight."""
         for flight in self._in_flight.values():
             flight.aborted.set()
-
-    def _matching(self, request_ids: Iterable[str]) -> list[_InFlight]:
-        prefixes = tuple(f"{request_id}:t" for request_id in request_ids)
-        return [flight for rid, flight in self._in_flight.items() if rid.startswith(prefixes)]
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
         """New generations wait; running ones end under `abort` and go on otherwise."""

@@ -230,12 +230,12 @@ class SGLangEngine:
 
     # -- generating ---------------------------------------------------------------------------------------------------
 
-    async def generate(self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams
+    ) -> Generation:
         """Sample one turn; cancelling the call ends it in SGLang as well."""
         info = self._require_started()
-        check_generation(
-            generation_id, input_ids, params, vocab_size=info.vocab_size, max_model_len=info.max_model_len
-        )
+        check_generation(generation_id, input_ids, params, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         message_id = next(self._ids)
         body = Generate(
             rid=generation_id.rid,
@@ -292,6 +292,7 @@ class SGLangEngine:
             WeightUpdateError: they were refused, or generations are frozen by a pause.
         """
         async with self._updating:
+            self._check_version(weight_version)
             message_id = next(self._ids)
             for name, array in named_tensors:
                 await self._send(message_id, WeightTensor(name=name, array=array))
@@ -301,8 +302,16 @@ class SGLangEngine:
     async def update_weights_from_disk(self, model_path: str, *, weight_version: int) -> None:
         """Replace all weights by those of a folder; generations in flight end first, as in `update_weights`."""
         async with self._updating:
+            self._check_version(weight_version)
             await self._call(UpdateWeightsFromDisk(model_path=model_path, weight_version=weight_version))
             self._weight_version = weight_version
+
+    def _check_version(self, weight_version: int) -> None:
+        self._require_started()
+        if weight_version < self._weight_version:
+            raise WeightUpdateError(
+                f"weight_version {weight_version} is older than {self._weight_version}, which now serves"
+            )
 
     # -- talking to the child -----------------------------------------------------------------------------------------
 

@@ -27,12 +27,12 @@ class SGLangProcess:
     def __init__(self) -> None:
         self.sock, child_sock = socket.socketpair()
         self.log_path = Path(tempfile.mkdtemp(prefix="sglang_multiturn_")) / "sglang.log"
+        # -P: a file in the user's working directory must not stand in for a module of ours or of SGLang's.
+        command = [sys.executable, "-P", "-m", "sglang_multiturn.engine.sglang_child"]
         try:
             with child_sock, self.log_path.open("wb") as log:
                 self._popen = subprocess.Popen(
-                    # -P: a file in the user's working directory must not stand in for a module of ours or SGLang's.
-                    [sys.executable, "-P", "-m", "sglang_multiturn.engine.sglang_child"]
-                    + [str(child_sock.fileno()), str(os.getpid())],
+                    [*command, str(child_sock.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -56,7 +56,7 @@ _IDLE_TIMEOUT_S = 30.0
 _NAN_MARK = "NaN happened"
 
 
-class _Stop(Exception):
+class _StopServingError(Exception):
     """Ends the task group of the server: the parent said so, or is gone."""
 
 
@@ -100,16 +100,16 @@ class Server:
                     self._register(request)
                     if not isinstance(request.body, WeightTensor):
                         tasks.create_task(self._answer(request))
-        except* (_Stop, ConnectionError):
+        except* (_StopServingError, ConnectionError):
             pass
 
     async def _next(self, reader: asyncio.StreamReader) -> Request:
         try:
             message = await read_message(reader)
         except (EOFError, ConnectionError) as error:
-            raise _Stop from error
+            raise _StopServingError from error
         if not isinstance(message, Request) or isinstance(message.body, Shutdown):
-            raise _Stop
+            raise _StopServingError
         return message
 
     def _register(self, request: Request) -> None:
@@ -193,16 +193,14 @@ class Server:
             logprob_start_len=-1,
             rid=body.rid,
         )
-        output: dict[str, Any] = {}
         try:
             # To the end: a generator left at its only yield would hold SGLang's reader lock until it is collected.
-            async for output in self._manager.generate_request(request, None):
-                pass
+            outputs = [output async for output in self._manager.generate_request(request, None)]
         except ValueError as error:
             raise InvalidRequestError(f"generation {body.rid}: SGLang refused it: {error}") from error
         except HTTPException as error:
             raise EngineError(f"generation {body.rid}: SGLang gave it up: {error.detail}") from error
-        return self._generation(body, output)
+        return self._generation(body, outputs[-1])
 
     def _sampling_params(self, body: Generate) -> dict[str, object]:
         params = body.params

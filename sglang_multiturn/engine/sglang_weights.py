@@ -76,9 +76,7 @@ def check_checkpoint(expected: Shapes | None, model_path: str) -> None:
     _raise_any([f"{name} is missing in {model_path}" for name in expected if name not in found])
 
 
-def without_tied_head(
-    expected: Shapes | None, tensors: list[tuple[str, np.ndarray]]
-) -> list[tuple[str, np.ndarray]]:
+def without_tied_head(expected: Shapes | None, tensors: list[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
     """Drop the output head a `state_dict` repeats although the checkpoint ties it to the embedding."""
     if expected is None or "lm_head.weight" in expected:
         return tensors

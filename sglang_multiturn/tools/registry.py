@@ -117,7 +117,7 @@ def _make_tool(entry: ToolConfig, source: str) -> Tool:
         tool = tool_class(config=dict(entry.config), tool_schema=entry.tool_schema)
     except ConfigError as error:
         raise ConfigError(f"{source}: {entry.class_name}: {error}") from error
-    except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything
+    except Exception as error:  # a user's constructor may raise anything
         raise ConfigError(f"{source}: {entry.class_name} could not be made: {type(error).__name__}: {error}") from error
     if not isinstance(tool, Tool):
         raise ConfigError(f"{source}: {entry.class_name} made a {type(tool).__name__} that is no tool")

@@ -7,6 +7,7 @@ module and ends this conversation, and no other.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import logging
@@ -89,9 +90,9 @@ class ToolSession:
         rewards: dict[str, float] = {}
         for name, instance_id in self._instances.items():
             tool = self._tool(name)
-            kwargs = self._kwargs(name).calc_reward_kwargs
             what = f"{name}.calc_reward"
-            value = await self._timed(what, lambda t=tool, i=instance_id, k=kwargs: t.calc_reward(i, **k))
+            judge = functools.partial(tool.calc_reward, instance_id, **self._kwargs(name).calc_reward_kwargs)
+            value = await self._timed(what, judge)
             rewards[name] = _number(value, what)
         return rewards
 
@@ -122,7 +123,8 @@ class ToolSession:
         instance_id = await self._instance(call.name)
         tool, kwargs = self._tool(call.name), self._kwargs(call.name).execute_kwargs
         what = f"{call.name}.execute"
-        result = await self._timed(what, lambda: tool.execute(instance_id, dict(call.arguments), **kwargs))
+        execute = functools.partial(tool.execute, instance_id, dict(call.arguments), **kwargs)
+        result = await self._timed(what, execute)
         response, reward, metrics = _unpack(result, what)
         record = ToolCallRecord(
             call_id=numbered.call_id,
@@ -154,7 +156,7 @@ class ToolSession:
                 tool, row = self._tool(name), self._kwargs(name)
                 kwargs = _fitting(tool.create, row.create_kwargs)
                 what = f"{name}.create"
-                created = await self._timed(what, lambda: tool.create(self._spec.request_id, **kwargs))
+                created = await self._timed(what, functools.partial(tool.create, self._spec.request_id, **kwargs))
                 instance_id = created[0] if isinstance(created, tuple) else created
                 if not isinstance(instance_id, str):
                     raise ToolContractError(f"{what} must return an instance id, got {type(instance_id).__name__}")

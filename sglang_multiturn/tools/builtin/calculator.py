@@ -129,8 +129,11 @@ class _ExactEval(SimpleEval):  # type: ignore[misc]
             ast.Mod: operator.mod,
             ast.Pow: self._power,
         }
-        self.operators = {kind: self._bounded(function) for kind, function in binary.items()}
-        self.operators |= {ast.USub: operator.neg, ast.UAdd: operator.pos}
+        self.operators = {
+            **{kind: self._bounded(function) for kind, function in binary.items()},
+            ast.USub: operator.neg,
+            ast.UAdd: operator.pos,
+        }
 
     def _eval_literal(self, node: ast.Constant) -> Fraction:
         # The source's own digits: 0.1 as a float would already be another number.

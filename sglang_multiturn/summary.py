@@ -1,0 +1,84 @@
+"""What a set of trajectories amounts to: counts, rates and rewards, computed as they come."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+from sglang_multiturn.metrics import RolloutMetrics
+from sglang_multiturn.request import RequestState
+from sglang_multiturn.trajectory import Trajectory
+
+
+class RunSummary:
+    """Add trajectories, read figures. Holds no trajectory."""
+
+    def __init__(self) -> None:
+        self.rollouts = 0
+        self.failed = 0
+        self.prompt_tokens = 0
+        self.response_tokens = 0
+        self.sampled_tokens = 0
+        self.stop_reasons: collections.Counter[str] = collections.Counter()
+        self.error_examples: dict[str, str] = {}
+        self.metrics = RolloutMetrics()
+        self._reward_sum = 0.0
+        self._rewarded = 0
+        self._with_calls = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count one trajectory in."""
+        self.rollouts += 1
+        self.failed += trajectory.state is RequestState.FAILED
+        self.stop_reasons[trajectory.stop_reason.value] += 1
+        self.metrics.add(trajectory.metrics)
+        self._with_calls += trajectory.metrics.tool_calls > 0
+        ledger = trajectory.ledger
+        self.prompt_tokens += ledger.num_prompt_tokens
+        self.response_tokens += ledger.num_response_tokens
+        self.sampled_tokens += ledger.num_sampled_tokens
+        if trajectory.reward is not None:
+            self._reward_sum += trajectory.reward
+            self._rewarded += 1
+        if trajectory.error is not None:
+            example = f"{trajectory.request_id}: {trajectory.error.message}"
+            self.error_examples.setdefault(trajectory.error.type, example)
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean over the rollouts that have a reward; NaN when none has."""
+        return self._reward_sum / self._rewarded if self._rewarded else math.nan
+
+    @property
+    def tool_call_rate(self) -> float:
+        """Part of the rollouts that tried at least one tool call."""
+        return self._with_calls / self.rollouts if self.rollouts else 0.0
+
+    @property
+    def malformed_call_rate(self) -> float:
+        """Part of the tool calls that did not parse."""
+        return self.metrics.malformed_calls / self.metrics.tool_calls if self.metrics.tool_calls else 0.0
+
+    @property
+    def turns_mean(self) -> float:
+        """Assistant turns a rollout."""
+        return self.metrics.assistant_turns / self.rollouts if self.rollouts else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "rollouts": self.rollouts,
+            "failed": self.failed,
+            "reward_mean": None if math.isnan(self.reward_mean) else self.reward_mean,
+            "tool_call_rate": self.tool_call_rate,
+            "malformed_call_rate": self.malformed_call_rate,
+            "turns_mean": self.turns_mean,
+            "stop_reasons": dict(self.stop_reasons.most_common()),
+            "prompt_tokens": self.prompt_tokens,
+            "response_tokens": self.response_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "error_examples": self.error_examples,
+            "metrics": dataclasses.asdict(self.metrics),
+        }
