@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack
 from typing import Self
 
-from sglang_multiturn.chat.parsing import ToolCallParser, make_parser
+from sglang_multiturn.chat.parsers import make_parser
+from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import Engine

@@ -121,17 +121,16 @@ class TokenLedger:
             logprobs=logprobs,
             weight_version=generation.weight_version,
         )
-        self._turns.append(
-            TurnRecord(
-                turn=turn,
-                input_tokens=len(given),
-                input_digest=digest_ids(given),
-                sampled_tokens=len(segment.ids),
-                finish_reason=generation.finish_reason,
-                weight_version=generation.weight_version,
-                attempt=attempt,
-            )
+        record = TurnRecord(
+            turn=turn,
+            input_tokens=len(given),
+            input_digest=digest_ids(given),
+            sampled_tokens=len(segment.ids),
+            finish_reason=generation.finish_reason,
+            weight_version=generation.weight_version,
+            attempt=attempt,
         )
+        self._turns.append(record)
         self._append(segment)
 
     def append_observation(

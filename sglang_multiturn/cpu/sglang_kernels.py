@@ -64,3 +64,16 @@ def declare_torchvision_operators() -> None:
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _keep_alive.append(library)  # the declarations end with the object
+
+
+def prepare_on_cpu() -> None:
+    """`prepare` where torch sees no accelerator: for a process that imports parts of sglang without an engine.
+
+    Raises:
+        ImportError: torch or sglang is not installed.
+    """
+    torch: Any = importlib.import_module("torch")
+    if importlib.util.find_spec("sglang") is None:
+        raise ImportError("sglang is not installed")
+    if not torch.cuda.is_available() and os.environ.get(_PREPARED) != "1":
+        prepare()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sglang_multiturn.chat.parsing import make_parser
+from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.chat.template import HFChatTemplate
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.errors import DataError

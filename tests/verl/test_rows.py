@@ -1,0 +1,212 @@
+"""Rows, token by token, for every way a conversation can end."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.engine.base import FinishReason, Generation
+from sglang_multiturn.metrics import RolloutMetrics
+from sglang_multiturn.request import Disposition, StopReason, final_state
+from sglang_multiturn.tokens import Origin, Segment, TokenLedger
+from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
+from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, VersionSpan, masked_row, training_row, version_span
+
+RULES = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99)
+PROMPT = [1, 2, 3]
+#                sampled, turn 0    tool         boundary  sampled, turn 1   tool after the last sampled token
+RESPONSE_IDS = [10, 11, 12, 20, 21, 22, 13, 14]
+RESPONSE_MASK = [1, 1, 1, 0, 0, 0, 1, 1]
+RESPONSE_LOGPROBS = [-0.1, -0.2, -0.3, 0.0, 0.0, 0.0, -0.4, -0.5]
+VERSIONS = VersionSpan(4, 5)
+
+
+def two_turn_ledger(*, logprobs: bool = True) -> TokenLedger:
+    ledger = TokenLedger()
+    ledger.append_prompt(PROMPT)
+    for turn, (ids, values, version) in enumerate([([10, 11, 12], [-0.1, -0.2, -0.3], 4), ([13, 14], [-0.4, -0.5], 5)]):
+        generation = Generation(
+            token_ids=ids,
+            logprobs=values if logprobs else None,
+            finish_reason=FinishReason.STOP,
+            weight_version=version,
+        )
+        ledger.append_sampled(generation, turn=turn, given=ledger.input_ids)
+        ledger.append_observation([20, 21], origin=Origin.TOOL, turn=turn, call_id=f"call_{turn}_0")
+        ledger.append_observation([22], origin=Origin.BOUNDARY, turn=turn)
+    return ledger
+
+
+def call(turn: int, reward: float) -> ToolCallRecord:
+    return ToolCallRecord(
+        call_id=f"call_{turn}_0",
+        turn=turn,
+        name="calculator",
+        arguments={},
+        outcome=CallOutcome.OK,
+        answer="4",
+        reward=reward,
+    )
+
+
+def trajectory(
+    stop_reason: StopReason = StopReason.ANSWERED,
+    *,
+    disposition: Disposition | None = None,
+    ledger: TokenLedger | None = None,
+    rewards: Rewards | None = None,
+) -> Trajectory:
+    disposition = disposition or RolloutConfig().disposition(stop_reason)
+    ledger = ledger if ledger is not None else two_turn_ledger()
+    scored = Rewards(reward=0.75, score=0.75, tool_rewards=(0.5, 0.0))
+    return Trajectory(
+        request_id="u1-s0-g6",
+        uid="u1",
+        sample_index=0,
+        input_index=0,
+        state=final_state(stop_reason),
+        stop_reason=stop_reason,
+        disposition=disposition,
+        segments=ledger.segments,
+        turns=ledger.turns,
+        messages=(),
+        rewards=rewards or (Rewards() if disposition is Disposition.DROP else scored),
+        tool_calls=(call(0, 0.5), call(1, 0.0)),
+        metrics=RolloutMetrics(assistant_turns=2, tool_turns=2, generate_s=1.5, tool_s=0.25, reward_s=0.125),
+    )
+
+
+def build(one: Trajectory, rules: RowRules = RULES, *, user_extra: bool = True) -> RowOutput:
+    make = masked_row if one.disposition is Disposition.DROP else training_row
+    return make(one, rules, versions=VERSIONS, user_extra=user_extra)
+
+
+KEPT = [reason for reason in StopReason if RolloutConfig().disposition(reason) is not Disposition.DROP]
+DROPPED = [reason for reason in StopReason if reason not in KEPT]
+
+
+@pytest.mark.parametrize("reason", KEPT)
+def test_a_kept_trajectory_is_its_tokens_up_to_the_last_sampled_one(reason: StopReason) -> None:
+    row = build(trajectory(reason))
+    assert row.prompt_ids == PROMPT
+    assert row.response_ids == RESPONSE_IDS
+    assert row.response_mask == RESPONSE_MASK
+    assert row.response_logprobs == RESPONSE_LOGPROBS
+    assert row.reward_score == 0.75
+
+
+@pytest.mark.parametrize("reason", DROPPED)
+def test_a_dropped_trajectory_that_needs_a_row_is_one_masked_token(reason: StopReason) -> None:
+    row = build(trajectory(reason))
+    assert row.prompt_ids == PROMPT
+    assert (row.response_ids, row.response_mask, row.response_logprobs) == ([99], [0], [0.0])
+    assert row.reward_score == 0.0
+
+
+@pytest.mark.parametrize("user_extra", [True, False], ids=["v1", "v0"])
+def test_rows_of_all_stop_reasons_set_the_same_fields(user_extra: bool) -> None:
+    rows = [build(trajectory(reason), user_extra=user_extra) for reason in StopReason]
+    assert len({frozenset(row.model_fields_set) for row in rows}) == 1
+    assert len({frozenset(row.extra_fields) for row in rows}) == 1
+    assert len({frozenset(row.extra_fields["reward_extra_info"]) for row in rows}) == 1
+    assert len({frozenset(row.as_dict()) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("reason", StopReason)
+def test_what_stands_beside_the_tokens(reason: StopReason) -> None:
+    row = build(trajectory(reason))
+    assert row.num_turns == 5
+    assert row.metrics.model_dump() == {
+        "generate_sequences": 1.5,
+        "tool_calls": 0.25,
+        "compute_score": 0.125,
+        "num_preempted": -1,
+    }
+    fields = dict(row.extra_fields)
+    score = 0.0 if reason in DROPPED else 0.75
+    assert fields.pop("reward_extra_info") == {"score": score, "acc": score}
+    assert fields == {
+        "min_global_steps": 4,
+        "max_global_steps": 5,
+        "turn_scores": [],
+        "tool_rewards": [] if reason in DROPPED else [0.5, 0.0],
+        "request_id": "u1-s0-g6",
+        "stop_reason": reason.value,
+    }
+
+
+def test_a_trajectory_with_disposition_mask_keeps_tokens_and_reward_and_trains_nothing() -> None:
+    row = build(trajectory(StopReason.MAX_RESPONSE_TOKENS, disposition=Disposition.MASK))
+    assert row.response_ids == RESPONSE_IDS
+    assert row.response_mask == [0] * 8
+    assert row.response_logprobs == RESPONSE_LOGPROBS
+    assert row.reward_score == 0.75
+
+
+def test_a_kept_trajectory_without_a_sampled_token_still_has_a_row() -> None:
+    ledger = TokenLedger()
+    ledger.append_prompt(PROMPT)
+    empty = Generation(token_ids=[], logprobs=[], finish_reason=FinishReason.STOP, weight_version=4)
+    ledger.append_sampled(empty, turn=0, given=ledger.input_ids)
+    row = build(trajectory(ledger=ledger))
+    assert (row.response_ids, row.response_mask, row.response_logprobs) == ([99], [0], [0.0])
+    assert row.reward_score == 0.75
+
+
+def test_only_a_masked_row_cuts_a_prompt_that_verl_could_not_pad() -> None:
+    ledger = TokenLedger([Segment(origin=Origin.PROMPT, turn=0, ids=array("i", [1, 2, 3, 4, 5]))])
+    assert build(trajectory(StopReason.PROMPT_TOO_LONG, ledger=ledger)).prompt_ids == [3, 4, 5]
+
+
+def test_a_masked_row_has_a_prompt_even_when_none_was_rendered() -> None:
+    assert build(trajectory(StopReason.ERROR, ledger=TokenLedger())).prompt_ids == [99]
+
+
+def test_no_row_has_log_probabilities_when_verl_asked_for_none() -> None:
+    rules = RowRules(scored_here=True, with_logprobs=False, max_prompt_tokens=3, filler_id=99)
+    assert [build(trajectory(reason), rules).response_logprobs for reason in StopReason] == [None] * len(StopReason)
+
+
+def test_no_row_has_a_reward_when_verl_scores() -> None:
+    rules = RowRules(scored_here=False, with_logprobs=True, max_prompt_tokens=3, filler_id=99)
+    rows = [build(trajectory(reason, rewards=Rewards()), rules) for reason in StopReason]
+    assert [row.reward_score for row in rows] == [None] * len(StopReason)
+    assert all("rm_scores" not in row.as_dict() for row in rows)
+
+
+def test_the_reward_stands_on_the_last_token() -> None:
+    assert build(trajectory()).as_dict()["rm_scores"].tolist() == [0.0] * 7 + [0.75]
+
+
+def test_step_rewards_stand_on_the_last_sampled_token_of_their_turn() -> None:
+    rules = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99, tool_reward_weight=0.5)
+    scored = Rewards(reward=1.25, score=1.0, tool_rewards=(0.5, 0.0))
+    row = build(trajectory(rewards=scored), rules)
+    assert row.reward_score == 1.25  # what V0 reads: the sum
+    assert row.as_dict()["rm_scores"].tolist() == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_what_a_reward_function_adds_is_there_under_v1_and_not_under_v0() -> None:
+    scored = trajectory(rewards=Rewards(reward=1.0, score=1.0, extra={"format": 0.5, "acc": 0.25}))
+    assert build(scored).extra_fields["reward_extra_info"] == {"score": 1.0, "acc": 0.25, "format": 0.5}
+    assert build(scored, user_extra=False).extra_fields["reward_extra_info"] == {"score": 1.0, "acc": 1.0}
+
+
+def test_a_masked_row_has_the_key_that_the_group_filter_reads() -> None:
+    rules = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99, unscored_extra=("f1",))
+    assert build(trajectory(StopReason.ERROR), rules).extra_fields["reward_extra_info"]["f1"] == 0.0
+    scored = trajectory(rewards=Rewards(reward=1.0, score=1.0, extra={"f1": 0.5}))
+    assert build(scored, rules).extra_fields["reward_extra_info"]["f1"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [([4, None, 5], VersionSpan(4, 5)), ([None, None], VersionSpan(7, 7)), ([], VersionSpan(7, 7))],
+)
+def test_version_span(versions: list[Any], expected: VersionSpan) -> None:
+    assert version_span(versions, unknown=7) == expected

@@ -1,0 +1,84 @@
+"""Which of the four places that may set a setting wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from omegaconf import DictConfig, OmegaConf
+
+from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.errors import ConfigError
+from sglang_multiturn.verl_plugin.settings import merge_settings
+
+MULTI_TURN_DEFAULTS = {
+    "max_assistant_turns": None,
+    "max_user_turns": None,
+    "max_parallel_calls": 1,
+    "max_tool_response_length": 256,
+    "tool_response_truncate_side": "middle",
+    "format": "hermes",
+}
+
+
+def rollout(**multi_turn: Any) -> DictConfig:
+    return OmegaConf.create(
+        {"prompt_length": 100, "response_length": 200, "multi_turn": {**MULTI_TURN_DEFAULTS, **multi_turn}}
+    )
+
+
+def test_verls_defaults_are_nobodys_wish() -> None:
+    merged = merge_settings(rollout(), None, {})
+    assert merged == RolloutConfig(max_prompt_tokens=100, max_response_tokens=200)
+
+
+def test_a_verl_key_that_was_set_beats_our_default() -> None:
+    merged = merge_settings(
+        rollout(
+            max_assistant_turns=3,
+            max_user_turns=2,
+            max_parallel_calls=4,
+            max_tool_response_length=2048,
+            tool_response_truncate_side="left",
+            format="qwen3_coder",
+        ),
+        None,
+        {},
+    )
+    assert (merged.max_assistant_turns, merged.max_parallel_calls, merged.tool_parser) == (3, 4, "qwen3_coder")
+    assert (merged.max_user_turns, merged.max_tool_turns) == (2, 2)
+    assert (merged.max_tool_result_tokens, merged.tool_result_cut) == (512, "left")
+
+
+def test_the_tool_yaml_beats_verls_key_and_the_entry_beats_the_tool_yaml() -> None:
+    yaml = RolloutConfig(max_assistant_turns=5, max_parallel_calls=6)
+    merged = merge_settings(
+        rollout(max_assistant_turns=3, max_parallel_calls=4, max_user_turns=2),
+        yaml,
+        {"name": "sglang_multiturn", "max_turns": 7},
+    )
+    assert (merged.max_assistant_turns, merged.max_parallel_calls, merged.max_user_turns) == (7, 6, 2)
+
+
+def test_a_default_of_the_tool_yaml_does_not_beat_verls_key() -> None:
+    assert merge_settings(rollout(max_assistant_turns=3), RolloutConfig(), {}).max_assistant_turns == 3
+
+
+def test_budgets_never_exceed_verls_and_may_be_smaller() -> None:
+    merged = merge_settings(rollout(), RolloutConfig(max_response_tokens=5000, max_prompt_tokens=50), {})
+    assert (merged.max_response_tokens, merged.max_prompt_tokens) == (200, 50)
+
+
+def test_an_unknown_key_of_the_entry_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="max_asistant_turns.*did you mean 'max_assistant_turns'"):
+        merge_settings(rollout(), None, {"max_asistant_turns": 3})
+
+
+def test_routing_replay_is_refused() -> None:
+    config = rollout()
+    config.enable_rollout_routing_replay = True
+    with pytest.raises(ConfigError, match="enable_rollout_routing_replay"):
+        merge_settings(config, None, {})
