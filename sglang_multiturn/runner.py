@@ -18,7 +18,7 @@ from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import Engine
-from sglang_multiturn.errors import BatchFailedError
+from sglang_multiturn.errors import BatchFailedError, EngineDiedError
 from sglang_multiturn.interactions.base import Interaction
 from sglang_multiturn.request import RequestSpec, RequestState
 from sglang_multiturn.rewards import RewardFn
@@ -68,6 +68,7 @@ class RolloutEngine:
 
         Raises:
             BatchFailedError: more than `max_failed_fraction` of what has ended FAILED. What had finished was yielded.
+            EngineDiedError: the engine went away; requests that were in flight have no trajectory and can be asked again.
         """
         results: asyncio.Queue[Trajectory | None] = asyncio.Queue(maxsize=self.config.max_concurrent)
         # A task and not a TaskGroup: the consumer may leave between two yields, in whatever task it likes.
@@ -75,6 +76,7 @@ class RolloutEngine:
         verdict = _Verdict(self.config.max_failed_fraction)
         try:
             while (trajectory := await results.get()) is not None:
+                verdict.refuse_dead_engine(trajectory)
                 yield trajectory
                 verdict.add(trajectory)
             await pump
@@ -146,6 +148,10 @@ class _Verdict:
         self._limit = max_failed_fraction
         self._finished = 0
         self._causes: dict[str, list[Trajectory]] = collections.defaultdict(list)
+
+    def refuse_dead_engine(self, trajectory: Trajectory) -> None:
+        if trajectory.error is not None and trajectory.error.type == EngineDiedError.__name__:
+            raise EngineDiedError(f"after {self._finished} finished rollouts: {trajectory.error.message}")
 
     def add(self, trajectory: Trajectory) -> None:
         self._finished += 1

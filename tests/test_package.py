@@ -123,12 +123,14 @@ def imports_of(tree: ast.Module, *, at_run_time_only: bool) -> list[str]:
         for node in ast.walk(guard)
     }
     return [
-        node.module.removeprefix("sglang_multiturn").removeprefix(".")
+        module if (ROOT / module.replace(".", "/")).with_suffix(".py").exists() else f"{module}.{alias.name}"
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and node.module
         and node.module.startswith("sglang_multiturn")
         and id(node) not in skipped
+        for module in [node.module.removeprefix("sglang_multiturn").removeprefix(".")]
+        for alias in node.names
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_multiturn.chat.byte_chatml import ByteChatML
 from sglang_multiturn.chat.parsers import make_parser
-from sglang_multiturn.chat.parsing import BrokenCall, HermesParser, ParsedCall
+from sglang_multiturn.chat.parsing import BrokenCall, HermesParser, ParsedCall, ToolCallParser
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.schemas import FunctionSchema, ToolSchema
 
@@ -115,13 +116,14 @@ def test_auto_takes_what_fits_the_template() -> None:
     assert isinstance(make_parser("auto", ByteChatML()), HermesParser)
 
 
+@pytest.fixture(scope="module")
+def sglang_parser() -> ToolCallParser:
+    return make_parser("qwen25", ByteChatML())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 class TestAgainstSGLang:
     """Where SGLang is installed its `FunctionCallParser` serves every other format, and agrees on this one."""
-
-    @pytest.fixture(scope="class")
-    def sglang_parser(self):
-        pytest.importorskip("sglang")
-        return make_parser("qwen25", ByteChatML())
 
     @pytest.mark.parametrize(
         "text",
@@ -134,24 +136,22 @@ class TestAgainstSGLang:
             + call('{"name": "search", "arguments": {"q": "2"}}'),
         ],
     )
-    def test_both_read_well_formed_text_alike(self, sglang_parser, text: str) -> None:
+    def test_both_read_well_formed_text_alike(self, sglang_parser: ToolCallParser, text: str) -> None:
         ours, theirs = parse(text, TOOLS), sglang_parser.parse(text, TOOLS)
         assert ours.calls == theirs.calls
         assert ours.content == theirs.content
 
-    def test_what_sglang_drops_comes_back_as_a_broken_call(self, sglang_parser) -> None:
+    def test_what_sglang_drops_comes_back_as_a_broken_call(self, sglang_parser: ToolCallParser) -> None:
         for text in (call('{"name": "nope", "arguments": {}}'), call('{"name": "search", "arguments": ')):
             (broken,) = sglang_parser.parse(text, TOOLS).calls
             assert isinstance(broken, BrokenCall)
             assert "calculator, search" in broken.reason
 
     def test_another_format_is_read_by_sglangs_own_parser(self) -> None:
-        pytest.importorskip("sglang")
         llama = make_parser("llama3", ByteChatML())
         turn = llama.parse('<|python_tag|>{"name": "search", "parameters": {"q": "x"}}', TOOLS)
         assert turn.calls == (ParsedCall(name="search", arguments={"q": "x"}),)
 
     def test_an_unknown_parser_is_told_with_a_suggestion(self) -> None:
-        pytest.importorskip("sglang")
         with pytest.raises(ConfigError, match="no parser named 'llama33'; did you mean 'llama3'"):
             make_parser("llama33", ByteChatML())

@@ -55,6 +55,8 @@ def main_ppo_env(run_dir: Path) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray gives its workers the lowest priority but four; beside anything else on two cores they would starve.
+        "RAY_worker_niceness": "0",
         # Ray kills workers when the machine's memory is short, whoever uses it.
         "RAY_memory_monitor_refresh_ms": "0",
     }
@@ -96,7 +98,7 @@ def _rollout(*, tools: Path, run_dir: Path, seed: int) -> list[str]:
         f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     ]
 
 
@@ -113,8 +115,8 @@ def _actor(*, seed: int) -> list[str]:
         "actor_rollout_ref.actor.strategy=fsdp2",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP}",
-        # Must divide whatever a step holds: dropped conversations leave fewer rows than prompts x samples.
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        # V1 fills a step up to whole mini-batches (trainer_base.py:1589), however many conversations were dropped.
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
         f"actor_rollout_ref.actor.data_loader_seed={seed}",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
         "actor_rollout_ref.model.use_remove_padding=False",

@@ -25,13 +25,13 @@ TURN_END = "<|im_end|>"
 class Mixture:
     """Weights of the kinds of conversation."""
 
-    good: float = 0.3
+    good: float = 0.25
     """Every step right."""
-    guess: float = 0.25
+    guess: float = 0.35
     """No call at all, and a number of about the right size."""
-    wrong_operation: float = 0.25
+    wrong_operation: float = 0.22
     """One step computes something else."""
-    early: float = 0.2
+    early: float = 0.18
     """The last step is missing."""
 
     def draw(self, rng: random.Random) -> str:

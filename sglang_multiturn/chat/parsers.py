@@ -21,7 +21,7 @@ from sglang_multiturn.chat.parsing import (
 )
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import closest
-from sglang_multiturn.cpu import sglang_kernels
+from sglang_multiturn.cpu.sglang_kernels import prepare_on_cpu
 from sglang_multiturn.errors import ConfigError, MissingDependencyError
 from sglang_multiturn.schemas import ToolSchema
 
@@ -48,7 +48,7 @@ class SGLangParser:
     def __init__(self, name: str) -> None:
         """Raises ConfigError for an unknown name and MissingDependencyError without SGLang."""
         try:
-            sglang_kernels.prepare_on_cpu()
+            prepare_on_cpu()
             from sglang.srt.function_call.function_call_parser import FunctionCallParser
         except ImportError as error:
             raise MissingDependencyError.for_extra(f"the tool parser {name!r}", "sglang", "sglang") from error

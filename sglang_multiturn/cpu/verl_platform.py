@@ -33,15 +33,16 @@ def install_without_accelerator() -> bool:
 
 
 def accelerators() -> list[str]:
-    """Platforms verl would find here, by its own check (platform_manager.py:108).
+    """What is on this host, by verl's own check (platform_manager.py:108) and by torch's.
 
-    That one asks the host and not only this process: Ray hides the GPUs from actors that reserved none.
+    verl's asks the host and not only this process, since Ray hides the GPUs from actors that reserved none; but it finds
+    no CUDA device where `nvidia-smi` is missing (platform_cuda.py:77), and torch does.
     """
-    found = []
+    found = ["a CUDA device"] if torch.cuda.is_available() else []
     for name in PlatformRegistry.registered_names():
         platform = PlatformRegistry.get(name)
         if platform is not None and platform is not CpuPlatform and platform().is_platform_available(use_smi_check=True):
-            found.append(name)
+            found.append(f"platform {name!r}")
     return found
 
 

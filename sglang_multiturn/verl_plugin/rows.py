@@ -64,7 +64,11 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]
 
 
 def training_row(trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan, user_extra: bool) -> RowOutput:
-    """The row of a trajectory that was kept (disposition `train` or `mask`)."""
+    """The row of a trajectory that was kept (disposition `train` or `mask`).
+
+    Raises:
+        ValueError: log-probabilities are wanted and the trajectory has none.
+    """
     end = trajectory.ledger.num_tokens_to_last_sampled
     if end == 0:
         return masked_row(trajectory, rules, versions=versions, user_extra=user_extra)

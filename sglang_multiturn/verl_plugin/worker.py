@@ -123,7 +123,7 @@ class WorkerContext:
         span = self.generator.take_span(trajectory.request_id)
         # Rollouts of step n are sampled by the weights of step n-1 (trainer_base.py:1758).
         versions = span or version_span(trajectory.response_weight_versions, unknown=max(0, step - 1))
-        kept = trajectory.disposition is not Disposition.DROP
+        kept = self._is_kept(trajectory)
         group_is_empty = (
             self._groups is not None
             and takes_no_row
@@ -138,6 +138,14 @@ class WorkerContext:
             return []
         self._count(self.masked, reason, "kept as a masked row of reward 0, which shifts its group's mean and deviation")
         return [masked_row(trajectory, self.rules, versions=versions, user_extra=takes_no_row)]
+
+    def _is_kept(self, trajectory: Trajectory) -> bool:
+        if trajectory.disposition is Disposition.DROP:
+            return False
+        if self.rules.with_logprobs and trajectory.response_logprobs is None:
+            logger.error("request %s: verl's server sent no log-probabilities; dropped", trajectory.request_id)
+            return False
+        return True
 
     @staticmethod
     def _count(counter: Counter[str], reason: str, what: str) -> None:

@@ -16,7 +16,7 @@ from sglang_multiturn.engine.base import Engine, Generation, GenerationId, Sampl
 from sglang_multiturn.engine.scripted import ScriptedTurn
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "gsm8k_tool" / "tiny_model"
-TEST_TIMEOUT_S = 120.0
+TEST_TIMEOUT_S = 30.0
 SGLANG_SLOTS = 8
 """Small, so that 32 generations queue."""
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl")
 os.environ.setdefault("SGLANG_MULTITURN_CPU", "1")
+pytest.importorskip("verl")
 
 REPOSITORY = Path(__file__).parents[2]
 Python = Callable[..., "subprocess.CompletedProcess[str]"]

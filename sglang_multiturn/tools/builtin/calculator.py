@@ -72,7 +72,8 @@ def evaluate(
     text = _LEADING_ZEROS.sub("", _PERCENT.sub(r"(\1/100)", text))
     evaluator = _ExactEval(text, max_result_bits, max_exponent)
     try:
-        value = evaluator.eval(text)
+        # Parsed here: simpleeval would take the first of several statements and leave the rest.
+        value = evaluator.eval(text, previously_parsed=ast.parse(text, mode="eval").body)
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
     except (InvalidExpression, SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
