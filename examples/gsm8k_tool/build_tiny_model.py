@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -29,8 +29,13 @@ from tiny_demos import GOOD_ONLY, Mixture, demonstrate, encode
 from tiny_tokenizer import build_tokenizer
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 from word_problems import HELDOUT_COUNT, HELDOUT_SEED, Problem, problems
+
+from sglang_multiturn.cpu.sglang_kernels import declare_torchvision_operators
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 HERE = Path(__file__).parent
 CALCULATOR_YAML = HERE.parents[1] / "tool_configs" / "calculator.yaml"
@@ -64,6 +69,9 @@ def tool_schemas(config: Path) -> list[dict[str, Any]]:
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """A fresh model for the tokenizer's vocabulary."""
+    declare_torchvision_operators()  # transformers' models import torchvision, which must not fail beside a CPU torch
+    from transformers import Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -180,6 +188,8 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
     model.half().save_pretrained(out)
     tokenizer.save_pretrained(out)
+    for file in out.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner may read
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-ANSWER = re.compile(r"The answer is (-?\d+)\.")
-"""How the system prompt of `word_problems.py` asks for the answer."""
+ANSWER = re.compile(r"The answer is (-?\d{1,100})\.(?!\d)")
+"""How the system prompt of `word_problems.py` asks for the answer: a whole number and a full stop."""
 
 
 def stated_answer(text: str) -> int | None:

@@ -1,0 +1,45 @@
+# What a person does here. `make help` lists it.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SEED ?= 0
+STEPS ?= 30
+RUN_DIR ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(READY) ## Make .venv with the tested set of packages for a CPU (about 3 minutes)
+
+$(READY): constraints-cpu.txt pyproject.toml
+	@echo "Installing into $(VENV); this takes a few minutes the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints-cpu.txt)"
+	$(BIN)/pip install --quiet --no-deps -r constraints-cpu.txt
+	$(BIN)/pip install --quiet --no-deps -e .
+	@touch $(READY)
+
+demo: $(READY) ## Train the tiny model to use a calculator and look at it (SEED=0 STEPS=30 RUN_DIR=runs/demo)
+	$(BIN)/python examples/gsm8k_tool/demo.py --seed $(SEED) --steps $(STEPS) --run-dir $(RUN_DIR)
+
+test: $(READY) ## Run the whole test suite: real SGLang, real verl, real training
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(READY) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## Mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure what this package costs a turn, and what SGLang does beside it
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+clean: ## Remove what this file makes
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

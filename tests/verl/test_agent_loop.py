@@ -1,0 +1,324 @@
+"""The loop inside verl's own worker, in this process: the model is scripted, all else is real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import numpy as np
+from hydra import compose, initialize_config_module
+from launch import main_ppo_overrides  # type: ignore[import-not-found]  # examples/gsm8k_tool
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
+from verl.workers.rollout.replica import TokenOutput
+
+from sglang_multiturn.chat.template import HFChatTemplate
+from sglang_multiturn.engine.base import GenerationId, SamplingParams
+from sglang_multiturn.engine.scripted import Script, ScriptedEngine, ScriptedTurn
+from sglang_multiturn.tools.base import BaseTool
+from sglang_multiturn.trajectory import Trajectory, read_trajectories
+from sglang_multiturn.verl_plugin.worker import GroupCount
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k_tool"
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+
+
+class BrokenTool(BaseTool):
+    """A tool with a bug that shows in one session."""
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        if kwargs.get("broken"):
+            raise RuntimeError("the disk is full")
+        return instance_id or "i"
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
+        return "4", 0.0, {}
+
+
+class ScriptedServers:
+    """verl's server client in front of a scripted engine; it counts the turns that verl's client does not tell."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.turns: Counter[str] = Counter()
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> TokenOutput:
+        params = SamplingParams(
+            max_new_tokens=sampling_params["max_tokens"], stop_token_ids=tuple(sampling_params["stop_token_ids"])
+        )
+        turn = self.turns[request_id]
+        self.turns[request_id] += 1
+        generation = await self.engine.generate(GenerationId(request_id, turn), prompt_ids, params)
+        return TokenOutput(
+            token_ids=list(generation.token_ids),
+            log_probs=list(generation.logprobs or ()),
+            stop_reason=generation.finish_reason.value,
+            extra_fields={"global_steps": 4},
+        )
+
+
+@pytest.fixture
+def template(tiny_model: Path) -> HFChatTemplate:
+    return HFChatTemplate.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfig:
+    """verl's real configuration for the demo."""
+    overrides = main_ppo_overrides(
+        model=tiny_model,
+        train=tmp_path / "train.parquet",
+        heldout=tmp_path / "heldout.parquet",
+        tools=calculator_yaml,
+        reward=EXAMPLE / "reward.py",
+        run_dir=tmp_path,
+        steps=1,
+        seed=1,
+    )
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=overrides)
+
+
+def tool_yaml(folder: Path, **rollout: Any) -> str:
+    """A YAML with the tool above, shown to the model as the calculator."""
+    path = folder / "broken.yaml"
+    schema = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+    entry = {"class_name": f"{BrokenTool.__module__}.BrokenTool", "config": {}, "tool_schema": schema}
+    OmegaConf.save(OmegaConf.create({"tools": [entry], "rollout": rollout}), path)
+    return str(path)
+
+
+class RawWorker(AgentLoopWorker):  # type: ignore[misc]
+    """verl's worker up to what the loop returned, which the V1 worker takes from there."""
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        return output
+
+
+async def v1_session(worker: AgentLoopWorker, session_id: int = 0, *, sampling: Any = None, **row: Any) -> Any:
+    """One session as the V1 worker starts it (agent_loop_tq.py:113-121)."""
+    info = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
+    return await worker._run_agent_loop(
+        dict(sampling or SAMPLING),
+        info,
+        agent_name="sglang_multiturn",
+        trace=False,
+        session_id=session_id,
+        global_steps=5,
+        **{**question(), **row},
+    )
+
+
+def question(uid: str = "u1") -> dict[str, Any]:
+    return {
+        "uid": uid,
+        "index": 0,
+        "raw_prompt": [{"role": "user", "content": "What is 2+2?"}],
+        "data_source": "word_problems",
+        "reward_model": {"ground_truth": "4"},
+        "extra_info": {},
+        "tools_kwargs": {},
+    }
+
+
+def scripted(template: HFChatTemplate, script: Script) -> ScriptedEngine:
+    return ScriptedEngine(template, script)
+
+
+def two_turns(answer: str) -> Script:
+    return lambda generation_id, _ids: CALL if generation_id.turn == 0 else answer
+
+
+async def test_a_conversation_becomes_a_row_and_a_line_of_the_journal(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        (row,) = await v1_session(RawWorker(config, ScriptedServers(engine)))
+    (line,) = journal(tmp_path)
+    assert isinstance(row, AgentLoopOutput)
+    assert (row.reward_score, row.num_turns) == (1.0, 4)
+    assert row.extra_fields["request_id"] == line.request_id == "u1-s0-g5"
+    assert (row.prompt_ids, row.response_ids, row.response_mask) == (
+        line.prompt_ids,
+        line.response_ids,
+        line.response_mask,
+    )
+    assert row.response_ids[-1] in template.stop_token_ids
+    assert (row.extra_fields["min_global_steps"], row.extra_fields["max_global_steps"]) == (4, 4)
+    line.check()
+
+
+async def test_a_number_only_the_calculator_said_is_worth_nothing(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    """The tool's answer is the right one and stands in the row; the model never says it."""
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = answering_yaml(tmp_path)
+    async with scripted(template, two_turns("I do not know.")) as engine:
+        (row,) = await v1_session(RawWorker(config, ScriptedServers(engine)))
+    assert "The answer is 4." in template.decode(row.response_ids)
+    assert row.reward_score == 0.0
+
+
+def answering_yaml(folder: Path) -> str:
+    return tool_yaml(folder).replace("broken.yaml", _answering(folder))
+
+
+def _answering(folder: Path) -> str:
+    loaded = OmegaConf.load(folder / "broken.yaml")
+    loaded.tools[0].class_name = f"{AnsweringTool.__module__}.AnsweringTool"
+    OmegaConf.save(loaded, folder / "answering.yaml")
+    return "answering.yaml"
+
+
+class AnsweringTool(BaseTool):
+    """A calculator that words its result as the reward function wants to read it."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
+        return "The answer is 4.", 0.0, {}
+
+
+async def test_a_failed_conversation_is_no_row_under_v1(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path)
+    broken = {"tools_kwargs": {"calculator": {"create_kwargs": {"broken": True}}}}
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        rows = [await v1_session(worker, i, **(broken if i == 3 else {})) for i in range(5)]
+    assert [len(row) for row in rows] == [1, 1, 1, 0, 1]
+    assert {line.request_id: line.state.value for line in journal(tmp_path)}["u1-s3-g5"] == "FAILED"
+
+
+async def test_a_failed_conversation_is_one_masked_row_where_that_was_asked_for(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path, failed_rows="mask")
+    broken = {"calculator": {"create_kwargs": {"broken": True}}}
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        rows = [await v1_session(worker, i, tools_kwargs=broken) for i in range(3)]
+    assert [row.response_mask for (row,) in rows] == [[0]] * 3
+    assert sum("shifts its group's mean" in record.message for record in caplog.records) == 2  # the 1st and the 2nd
+
+
+async def test_v0_gets_exactly_one_row_for_every_conversation(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    """Through verl's own padding and batching, a failed one and an answered one side by side."""
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path)
+    rows = [question(), question() | {"tools_kwargs": {"calculator": {"create_kwargs": {"broken": True}}}}]
+    columns = {key: np.array([row[key] for row in rows], dtype=object) for key in rows[0] if key != "raw_prompt"}
+    columns["raw_prompt"] = np.fromiter((row["raw_prompt"] for row in rows), dtype=object, count=2)
+    batch = DataProto.from_dict(non_tensors=columns, meta_info={"global_steps": 5, "validate": False})
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        done = await AgentLoopWorker(config, ScriptedServers(engine)).generate_sequences(batch)
+    assert done.batch["response_mask"].sum(dim=1).tolist()[1] == 0
+    assert done.batch["response_mask"].sum(dim=1).tolist()[0] > 10
+    assert done.batch["rm_scores"].sum(dim=1).tolist() == [1.0, 0.0]
+    assert done.non_tensor_batch["acc"].tolist() == [1.0, 0.0]
+    assert done.non_tensor_batch["stop_reason"].tolist() == ["answered", "error"]
+
+
+@pytest.mark.parametrize("agent_loop", ["v1", "v0"])
+async def test_a_row_that_is_no_conversation_does_not_stop_its_siblings(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path, agent_loop: str
+) -> None:
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        if agent_loop == "v1":
+            assert await v1_session(worker, raw_prompt=[{"role": "wizard", "content": "?"}]) == []
+        else:
+            row = question() | {"raw_prompt": [{"role": "wizard", "content": "?"}]}
+            info = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
+            output = await worker._run_agent_loop(SAMPLING, info, agent_name="sglang_multiturn", trace=False, **row)
+            assert output.response_mask == [0]
+    (line,) = journal(tmp_path)
+    assert line.error is not None
+    assert "wizard" in line.error.message
+
+
+async def test_the_last_session_of_an_empty_group_leaves_a_masked_row_for_the_group_filter(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path)
+    config.actor_rollout_ref.rollout.n = 3
+    with open_dict(config):
+        config.algorithm.filter_groups = {"enable": True, "metric": "acc"}
+    broken = {"calculator": {"create_kwargs": {"broken": True}}}
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        empty = [await v1_session(worker, i, tools_kwargs=broken) for i in range(3)]
+        one_left = [
+            await v1_session(worker, i, tools_kwargs=broken if i else {}, uid="u2") for i in range(3)
+        ]
+    assert [len(rows) for rows in empty] == [0, 0, 1]
+    assert empty[2][0].response_mask == [0]
+    assert empty[2][0].extra_fields["reward_extra_info"]["acc"] == 0.0
+    assert [len(rows) for rows in one_left] == [1, 0, 0]
+
+
+def test_groups_are_counted_and_forgotten() -> None:
+    groups = GroupCount(2)
+    assert [groups.is_empty_after(uid, kept=kept) for uid, kept in [("a", False), ("b", True), ("a", False)]] == [
+        False,
+        False,
+        True,
+    ]
+    assert groups.is_empty_after("b", kept=False) is False
+    assert (groups.ended, groups.kept) == (Counter(), Counter())
+
+
+async def test_validation_is_told_by_what_it_samples_with(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        await v1_session(worker)
+        await v1_session(worker, uid="u2", sampling=SAMPLING | {"temperature": 0.0})
+    assert {line.uid: line.validate for line in journal(tmp_path)} == {"u1": False, "u2": True}
+
+
+async def test_a_cancelled_conversation_is_cancelled(config: DictConfig, template: HFChatTemplate) -> None:
+    engine = scripted(template, lambda _generation_id, _ids: ScriptedTurn(text="never", hang_after=1))
+    async with engine:
+        servers = ScriptedServers(engine)
+        session = asyncio.create_task(v1_session(RawWorker(config, servers)))
+        while not servers.turns:
+            await asyncio.sleep(0.01)
+        session.cancel()
+        await engine.abort_all()
+        with pytest.raises(asyncio.CancelledError):
+            await session
+
+
+async def test_all_conversations_of_a_worker_share_one_context_and_another_entry_has_its_own(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    entries = OmegaConf.load(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    short = OmegaConf.merge(entries[0], {"name": "short", "max_assistant_turns": 1})
+    OmegaConf.save(OmegaConf.create([entries[0], short]), tmp_path / "two.yaml")
+    config.actor_rollout_ref.rollout.agent.agent_loop_config_path = str(tmp_path / "two.yaml")
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        info = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
+        for number, name in enumerate(["sglang_multiturn", "sglang_multiturn", "short"]):
+            row = question(f"u{number}") | {"session_id": 0, "global_steps": 5}
+            await worker._run_agent_loop(SAMPLING, info, agent_name=name, trace=False, **row)
+    assert {line.uid: line.stop_reason.value for line in journal(tmp_path)} == {
+        "u0": "answered",
+        "u1": "answered",
+        "u2": "max_assistant_turns",
+    }
+    assert len(list((tmp_path / "journal").glob("*.jsonl"))) == 2
+
+
+def journal(folder: Path) -> list[Trajectory]:
+    return [line for path in sorted((folder / "journal").glob("*.jsonl")) for line in read_trajectories(path)]
