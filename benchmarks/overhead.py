@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import platform
 import statistics
 import sys
@@ -37,6 +38,7 @@ from sglang_multiturn import (
     RolloutConfig,
     RolloutEngine,
     ScriptedEngine,
+    ScriptedTurn,
     ToolRegistry,
 )
 from sglang_multiturn.schemas import FunctionSchema, ToolSchema
@@ -107,12 +109,15 @@ class Ours:
         self.template = HFChatTemplate(tokenizer)
         schema = ToolSchema(function=FunctionSchema.model_validate(SCHEMA["function"]))
         self.tools = ToolRegistry([Calc({}, schema)])
+        self.call, self.answer = (
+            ScriptedTurn(token_ids=tuple(tokenizer.encode(text, add_special_tokens=False))) for text in (CALL, ANSWER)
+        )
 
     async def run(self, conversations: int, tool_turns: int) -> None:
         """All conversations at once."""
         config = RolloutConfig(max_assistant_turns=tool_turns + 1, max_response_tokens=65_536, max_concurrent=1024)
         engine = ScriptedEngine(
-            self.template, lambda g, _: CALL if g.turn < tool_turns else ANSWER, max_model_len=100_000
+            self.template, lambda g, _: self.call if g.turn < tool_turns else self.answer, max_model_len=100_000
         )
         messages = tuple(Message.model_validate(message) for message in MESSAGES)
         async with RolloutEngine(engine, template=self.template, tools=self.tools, config=config) as rollouts:
@@ -248,6 +253,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write figures, versions and machine here too")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
+    os.environ.setdefault("SGLANG_MULTITURN_CPU", "1")  # lets verl be imported where there is no accelerator
     from qwen_tokenizers import tokenizer
 
     qwen = tokenizer("qwen3")

@@ -81,7 +81,9 @@ def row(source: Source, tool: str, split: str, index: int) -> dict[str, Any]:
 def local_problems(path: Path) -> Iterator[Source]:
     """The problems of a JSONL file."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file; --local wants a folder with {' and '.join(f'{s}.jsonl' for s in SPLITS)}")
+        raise DataError(
+            f"{path}: no such file; --local wants a folder with {' and '.join(f'{s}.jsonl' for s in SPLITS)}"
+        )
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

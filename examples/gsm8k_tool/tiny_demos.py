@@ -75,13 +75,13 @@ def call(step: Step) -> Message:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, messages: list[Message], tools: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], tools: list[Any]
 ) -> tuple[list[int], list[int]]:
     """Ids of a conversation, and a mask that is 1 on what the assistant has to produce, its end token included.
 
     The text is encoded in the pieces in which it comes to be at rollout time, so that the ids taught are the ids met.
     """
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
     ids: list[int] = []
     mask: list[int] = []
 

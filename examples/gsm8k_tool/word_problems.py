@@ -22,8 +22,7 @@ from typing import Any
 
 DATA_SOURCE = "word_problems"
 SYSTEM_PROMPT = (
-    "You solve word problems. Use the calculator for every step, one operation a call. "
-    "Then say: The answer is N."
+    "You solve word problems. Use the calculator for every step, one operation a call. Then say: The answer is N."
 )
 TRAIN_SEED, TRAIN_COUNT = 1, 1024
 HELDOUT_SEED, HELDOUT_COUNT = 2, 512

@@ -11,6 +11,8 @@ encoded in pieces that cannot match it.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,11 +75,27 @@ class ChatTemplate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
-    """The rendered text after an assistant's last word, cut at the places where contents go."""
+class _Slot:
+    """Where the content of an appended message goes."""
 
-    parts: tuple[str, ...]
-    """One more than there are messages; `parts[0]` begins with the end-of-turn token."""
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Plain text and slots between two control tokens; encoded as one, so that tokens merge across a content's edges."""
+
+    parts: tuple[str | _Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What the template puts after an assistant's last word, for one pattern of roles."""
+
+    text: tuple[str, ...]
+    """Cut at the slots; one more than there are messages. The first begins with the end-of-turn token."""
+    steps: tuple[list[int] | _Run, ...]
+    """The same as ids of what never changes, and runs around slots."""
 
 
 _ANSWER = "\ue000answer\ue001"
@@ -116,6 +134,11 @@ class HFChatTemplate:
             raise TemplateError(f"{self._name}: a fast tokenizer is needed, got {type(tokenizer).__name__}")
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(f"{self._name}: the tokenizer has no chat template; this package needs a chat model")
+        # A copy: transformers keeps truncation and padding of other callers' last call in the backend.
+        self._fast = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._vocab_size = len(tokenizer)
         added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
         self._added_ids: dict[str, int] = added
         longest_first = sorted(added, key=len, reverse=True)
@@ -154,7 +177,7 @@ class HFChatTemplate:
     @property
     def vocab_size(self) -> int:
         """Ids are below this (the model's embedding may be larger)."""
-        return len(self.tokenizer)
+        return self._vocab_size
 
     @property
     def tool_call_format(self) -> str | None:
@@ -165,21 +188,18 @@ class HFChatTemplate:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """Ids of a conversation up to and with the generation prompt. Raises TemplateError."""
         text = self._render([m.for_template() for m in messages], [t.for_template() for t in tools])
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return list(self._encode(text).ids)
 
     def encode_delta(self, messages: Sequence[Message], *, last_id: int | None) -> list[DeltaPiece]:
         """What follows an assistant turn; see `ChatTemplate.encode_delta`."""
         frame = self._frame(tuple(message.role for message in messages))
-        contents = [message.text for message in messages]
-        spans = [(part, None) for part in frame.parts]
-        woven: list[tuple[str, int | None]] = [spans[0]]
-        for index, content in enumerate(contents):
-            woven += [(content, index), spans[index + 1]]
-        pieces = list(self._encode_woven(woven))
+        owned: list[tuple[int, int | None]] = []
+        for step in frame.steps:
+            owned += self._encode_run(step, messages) if isinstance(step, _Run) else [(token, None) for token in step]
         if last_id == self._stop_token_ids[0]:
-            end = pieces[0]
-            pieces[0] = DeltaPiece(ids=end.ids[1:], origin=end.origin)
-        return [self._with_role(piece, messages) for piece in pieces if piece.ids]
+            del owned[0]
+        pieces = itertools.groupby(owned, key=lambda token: token[1])
+        return [_piece([token for token, _ in tokens], index, messages) for index, tokens in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, a final end-of-turn id left out and every other token kept."""
@@ -188,7 +208,7 @@ class HFChatTemplate:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, in which nothing becomes a control token."""
-        return [token for token, _ in self._encode_plain(text)]
+        return [token for _, piece in self._without_added(text, 0) for token in self._encode(piece).ids]
 
     def prove(self) -> None:
         """Show on small conversations that deltas are what the template itself would render.
@@ -201,10 +221,8 @@ class HFChatTemplate:
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         for count in (1, 2):
             answers = [Message(role="tool", content=f"{_PROBE} {i}") for i in range(count)]
-            frame = self._frame(tuple(message.role for message in answers))
-            delta = frame.parts[0] + "".join(
-                message.text + part for message, part in zip(answers, frame.parts[1:], strict=True)
-            )
+            text = self._frame(tuple(message.role for message in answers)).text
+            delta = text[0] + "".join(m.text + part for m, part in zip(answers, text[1:], strict=True))
             whole = self._render([question, asked, *(m.for_template() for m in answers)], [])
             if not whole.endswith(delta):
                 raise TemplateError(
@@ -235,12 +253,30 @@ class HFChatTemplate:
             if text.count(_ANSWER) != 1 or any(text.count(_slot(i)) != 1 for i in range(len(roles))):
                 raise TemplateError(f"{self._name}: the template drops or repeats messages of roles {list(roles)}")
             rest = text.partition(_ANSWER)[2]
-            parts = re.split("|".join(re.escape(_slot(i)) for i in range(len(roles))), rest)
-            self._frames[roles] = _Frame(tuple(parts))
+            parts = tuple(re.split("|".join(re.escape(_slot(i)) for i in range(len(roles))), rest))
+            self._frames[roles] = _Frame(parts, tuple(self._compile(parts)))
         return self._frames[roles]
 
+    def _compile(self, parts: Sequence[str]) -> Iterator[list[int] | _Run]:
+        """Cut template text at its control tokens, as the tokenizer would, and encode what holds no slot."""
+        run: list[str | _Slot] = []
+        for index, part in enumerate(parts):
+            position = 0
+            for match in self._added.finditer(part) if self._added else ():
+                yield self._settle([*run, part[position : match.start()]])
+                yield [self._added_ids[match.group()]]
+                run, position = [], match.end()
+            run.append(part[position:])
+            if index + 1 < len(parts):
+                run.append(_Slot(index))
+        yield self._settle(run)
+
+    def _settle(self, run: Sequence[str | _Slot]) -> list[int] | _Run:
+        plain = [part for part in run if isinstance(part, str)]
+        return self.encode_text("".join(plain)) if len(plain) == len(run) else _Run(tuple(run))
+
     def _find_end_text(self) -> str:
-        closing = self._frame(("tool",)).parts[0]
+        closing = self._frame(("tool",)).text[0]
         match = self._added.match(closing) if self._added else None
         if match is None:
             raise TemplateError(
@@ -251,63 +287,34 @@ class HFChatTemplate:
 
     # Encoding
 
-    def _encode_woven(self, woven: Sequence[tuple[str, int | None]]) -> Iterator[DeltaPiece]:
-        """Encode template text (index None) and contents as one text, keeping apart what comes from where.
-
-        As the tokenizer does with the whole text: control tokens of the *template* split it, and each plain run
-        between them is encoded as one, so that tokens merge across the edge of a content exactly as they would.
-        """
-        run: list[tuple[str, int | None]] = []
-        ids: list[tuple[int, int | None]] = []
-        for text, owner in woven:
-            if owner is not None or self._added is None:
-                run.append((text, owner))
-                continue
-            position = 0
-            for match in self._added.finditer(text):
-                run.append((text[position : match.start()], None))
-                ids += self._encode_run(run)
-                run = []
-                ids.append((self._added_ids[match.group()], None))
-                position = match.end()
-            run.append((text[position:], None))
-        ids += self._encode_run(run)
-        current: list[int] = []
-        owner = None
-        for token, token_owner in ids:
-            if token_owner != owner and current:
-                yield DeltaPiece(ids=current, origin=Origin.BOUNDARY, message_index=owner)
-                current = []
-            owner = token_owner
-            current.append(token)
-        if current:
-            yield DeltaPiece(ids=current, origin=Origin.BOUNDARY, message_index=owner)
-
-    def _encode_run(self, run: Sequence[tuple[str, int | None]]) -> list[tuple[int, int | None]]:
-        """Encode a plain run; a token that holds any character of a content belongs to that content."""
-        text = "".join(part for part, _ in run)
-        owners: list[tuple[int, int, int]] = []
-        position = 0
-        for part, owner in run:
-            if owner is not None:
-                owners.append((position, position + len(part), owner))
-            position += len(part)
-        encoded: list[tuple[int, int | None]] = []
-        for token, (start, end) in self._encode_plain(text):
-            owner = next((o for low, high, o in owners if start < high and max(end, start + 1) > low), None)
-            encoded.append((token, owner))
-        return encoded
+    def _encode_run(self, run: _Run, messages: Sequence[Message]) -> list[tuple[int, int | None]]:
+        """Ids of a run with whose content they are; a token that holds any character of a content belongs to it."""
+        text = ""
+        contents: list[tuple[int, int, int]] = []
+        for part in run.parts:
+            if isinstance(part, _Slot):
+                said = messages[part.index].text
+                contents.append((len(text), len(text) + len(said), part.index))
+                text += said
+            else:
+                text += part
+        return [
+            (token, next((i for low, high, i in contents if start < high and max(end, start + 1) > low), None))
+            for token, (start, end) in self._encode_plain(text)
+        ]
 
     def _encode_plain(self, text: str) -> list[tuple[int, tuple[int, int]]]:
         """Ids and character offsets of text in which no added token may match."""
         encoded: list[tuple[int, tuple[int, int]]] = []
         for start, piece in self._without_added(text, 0):
-            batch = self.tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+            batch = self._encode(piece)
             encoded += [
-                (token, (low + start, high + start))
-                for token, (low, high) in zip(batch["input_ids"], batch["offset_mapping"], strict=True)
+                (token, (low + start, high + start)) for token, (low, high) in zip(batch.ids, batch.offsets, strict=True)
             ]
         return encoded
+
+    def _encode(self, text: str) -> Any:
+        return self._fast.encode(text, add_special_tokens=False)
 
     def _without_added(self, text: str, start: int) -> Iterator[tuple[int, str]]:
         """Cut text so that no piece holds an added token: after the first character of each occurrence."""
@@ -319,12 +326,12 @@ class HFChatTemplate:
         if position < len(text):
             yield start + position, text[position:]
 
-    @staticmethod
-    def _with_role(piece: DeltaPiece, messages: Sequence[Message]) -> DeltaPiece:
-        if piece.message_index is None:
-            return piece
-        origin = Origin.TOOL if messages[piece.message_index].role == "tool" else Origin.USER
-        return DeltaPiece(ids=piece.ids, origin=origin, message_index=piece.message_index)
+
+def _piece(ids: list[int], index: int | None, messages: Sequence[Message]) -> DeltaPiece:
+    if index is None:
+        return DeltaPiece(ids=ids, origin=Origin.BOUNDARY)
+    origin = Origin.TOOL if messages[index].role == "tool" else Origin.USER
+    return DeltaPiece(ids=ids, origin=origin, message_index=index)
 
 
 def _looks_local(path: str | Path) -> bool:

@@ -36,9 +36,7 @@ async def sglang_subject(sglang_engine: SGLangEngine) -> Subject:
     async with asyncio.TaskGroup() as tasks:
         tried = {seed: tasks.create_task(_greedy(sglang_engine, [seed] * 3, budget)) for seed in range(40, 56)}
     endless = [seed for seed, task in tried.items() if task.result().finish_reason is FinishReason.LENGTH]
-    return Subject(
-        engine=sglang_engine, prompt=list(range(100, 140)), endless=[endless[0]] * 3, endless_tokens=budget
-    )
+    return Subject(engine=sglang_engine, prompt=list(range(100, 140)), endless=[endless[0]] * 3, endless_tokens=budget)
 
 
 async def _greedy(engine: Engine, input_ids: list[int], max_new_tokens: int) -> Generation:
@@ -57,3 +55,8 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 def engine(subject: Subject) -> Engine:
     """The engine of `subject`."""
     return subject.engine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what starts engines of its own: beside the session's one, two would share a small machine."""
+    items.sort(key=lambda item: item.path.name != "test_sglang_process.py")

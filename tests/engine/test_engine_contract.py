@@ -29,9 +29,7 @@ async def test_every_token_has_one_logprob(subject: Subject) -> None:
 async def test_ids_are_those_the_engine_went_on_from(subject: Subject) -> None:
     whole = await subject.short(new_id("r"), max_new_tokens=9)
     params = SamplingParams(temperature=0.0, max_new_tokens=5)
-    rest = await subject.engine.generate(
-        GenerationId(new_id("r"), 0), [*subject.prompt, *whole.token_ids[:4]], params
-    )
+    rest = await subject.engine.generate(GenerationId(new_id("r"), 0), [*subject.prompt, *whole.token_ids[:4]], params)
     assert list(rest.token_ids) == list(whole.token_ids[4:])
 
 
@@ -145,9 +143,7 @@ async def test_a_paused_engine_starts_nothing_until_it_continues(subject: Subjec
 
 
 @pytest.mark.parametrize(("mode", "done"), [("abort", True), ("retract", False), ("in_place", False)])
-async def test_pausing_ends_running_generations_only_under_abort(
-    subject: Subject, mode: PauseMode, done: bool
-) -> None:
+async def test_pausing_ends_running_generations_only_under_abort(subject: Subject, mode: PauseMode, done: bool) -> None:
     engine, request_id = subject.engine, new_id("endless")
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(subject.long(request_id))

@@ -24,7 +24,10 @@ TOOL_CONFIG = REPOSITORY / "tool_configs" / "gsm8k.yaml"
 
 TRAIN = [
     {"question": "Ana has 3 pens and buys 4. How many?", "answer": "She has 3+4=<<3+4=7>>7 pens.\n#### 7"},
-    {"question": "A car costs $1,200 and a van twice that. The van?", "answer": "2*1200=<<2*1200=2400>>2400\n#### 2,400"},
+    {
+        "question": "A car costs $1,200 and a van twice that. The van?",
+        "answer": "2*1200=<<2*1200=2400>>2400\n#### 2,400",
+    },
     {"question": "It is 4 degrees and gets 9 colder. How warm is it?", "answer": "4-9=<<4-9=-5>>-5\n#### -5"},
 ]
 TEST = [
@@ -109,7 +112,10 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"question": "How many?"}, r"train\.jsonl:2: answer is missing or not text; the row has the keys \['question'\]"),
+        (
+            {"question": "How many?"},
+            r"train\.jsonl:2: answer is missing or not text; the row has the keys \['question'\]",
+        ),
         ({"question": "How many?", "answer": 7}, r"train\.jsonl:2: answer is missing or not text"),
         ({"question": " ", "answer": "#### 7"}, r"train\.jsonl:2: question is missing or not text"),
         ({"question": "How many?", "answer": "Seven."}, r"train\.jsonl:2: the answer does not end in '#### <number>'"),

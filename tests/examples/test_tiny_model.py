@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def test_numbers_are_groups_of_at_most_two_digits_from_the_left(tokenizer: Any) 
     assert [tokenizer.decode([one]) for one in ids] == ["12", "34", "5", "*", "67"]
 
 
-def test_a_question_with_tools_and_two_replies_renders_as_qwen_does(tokenizer: Any, tools: list[dict[str, Any]]) -> None:
+def test_a_question_with_tools_and_two_replies_renders_as_qwen_does(
+    tokenizer: Any, tools: list[dict[str, Any]]
+) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "12*3 and 4+5?"},
@@ -211,10 +214,8 @@ def test_rendering_only_ever_appends(tokenizer: Any, tools: list[dict[str, Any]]
         {"role": "tool", "content": "9"},
         {"role": "assistant", "content": "The answer is 9."},
     ]
-    rendered = [
-        tokenizer.apply_chat_template(messages[:count], tools=tools, tokenize=False) for count in range(1, 5)
-    ]
-    assert all(later.startswith(earlier) for earlier, later in zip(rendered, rendered[1:], strict=False))
+    rendered = [tokenizer.apply_chat_template(messages[:count], tools=tools, tokenize=False) for count in range(1, 5)]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(rendered))
 
 
 @pytest.mark.slow
