@@ -59,7 +59,9 @@ class RolloutConfig(BaseModel):
     tool_timeout_s: float | None = Field(default=60.0, gt=0)
     """One create, execute or calc_reward."""
     release_timeout_s: float = Field(default=10.0, gt=0)
+    """One release; a tool that is slower is left behind, logged and counted."""
     reward_timeout_s: float | None = Field(default=60.0, gt=0)
+    """One call of the reward function."""
     rollout_timeout_s: float | None = Field(default=1800.0, gt=0)
     """The whole conversation, waiting for tools included; what it has by then is kept."""
     engine_retries: int = Field(default=1, ge=0)
@@ -67,7 +69,8 @@ class RolloutConfig(BaseModel):
 
     overlong: Policy = "train"
     """Rollouts that ran into a limit of turns or tokens."""
-    timeout: Literal["drop", "mask", "train"] = "drop"
+    timeout: Policy = "drop"
+    """Rollouts that `rollout_timeout_s` ended."""
     failed: Literal["drop", "mask"] = "drop"
     """FAILED, ABORTED and too long prompts."""
     failed_rows: Literal["drop", "mask"] = "drop"

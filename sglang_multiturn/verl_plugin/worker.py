@@ -19,7 +19,7 @@ from uuid import uuid4
 from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.chat.template import HFChatTemplate
 from sglang_multiturn.engine.base import SamplingParams
-from sglang_multiturn.errors import DataError
+from sglang_multiturn.errors import DataError, SglangMultiturnError
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.request import Disposition, ErrorRecord, RequestSpec, RequestState, StopReason
 from sglang_multiturn.rewards import RewardFn
@@ -167,18 +167,30 @@ class WorkerContext:
             logger.error("request %s: the journal cannot be written: %s", trajectory.request_id, error)
 
 
-_CONTEXTS: dict[tuple[int, str], tuple[Any, WorkerContext]] = {}
+_CONTEXTS: dict[tuple[int, str], tuple[Any, WorkerContext | SglangMultiturnError]] = {}
 
 
 def context_of(
     config: Any, server_manager: Any, tokenizer: Any, tools: list[Any], entry: Mapping[str, Any]
 ) -> WorkerContext:
-    """The worker's context: one for each server client (a worker has one) and set of extra keys."""
+    """The worker's context: one for each server client (a worker has one) and set of extra keys.
+
+    Raises:
+        SglangMultiturnError: what was wrong the first time, in every conversation.
+    """
     key = (id(server_manager), json.dumps(plain(entry), sort_keys=True, default=str))
     if key not in _CONTEXTS:
+        made: WorkerContext | SglangMultiturnError
+        try:
+            made = WorkerContext(config, server_manager, tokenizer, tools, entry)
+        except SglangMultiturnError as error:
+            made = error
         # The client is kept beside it: while it lives, no other object has its id.
-        _CONTEXTS[key] = (server_manager, WorkerContext(config, server_manager, tokenizer, tools, entry))
-    return _CONTEXTS[key][1]
+        _CONTEXTS[key] = (server_manager, made)
+    context = _CONTEXTS[key][1]
+    if isinstance(context, SglangMultiturnError):
+        raise context
+    return context
 
 
 def failed_row(row: Mapping[str, Any], error: Exception) -> Trajectory:

@@ -130,8 +130,8 @@ async def test_an_unknown_server_argument_is_refused_with_a_suggestion() -> None
 async def test_a_start_that_takes_too_long_leaves_no_process() -> None:
     engine = SGLangEngine(str(TINY_MODEL), device="cpu", start_timeout_s=0.2)
     starting = asyncio.create_task(engine.start())
-    while engine.pid is None:
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the process is started in the task's first step
+    assert engine.pid is not None
     end = _end_of(engine.pid)
     with pytest.raises(EngineStartError, match=r"did not come up within 0\.2 s"):
         await starting
@@ -143,8 +143,8 @@ async def test_a_start_that_takes_too_long_leaves_no_process() -> None:
 async def test_a_cancelled_start_leaves_no_process() -> None:
     engine = SGLangEngine(str(TINY_MODEL), device="cpu")
     starting = asyncio.create_task(engine.start())
-    while engine.pid is None:
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the process is started in the task's first step
+    assert engine.pid is not None
     end = _end_of(engine.pid)
     starting.cancel()
     async with asyncio.timeout(TEST_TIMEOUT_S):
