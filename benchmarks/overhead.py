@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -200,7 +201,7 @@ class suppress_output:  # noqa: N801 - reads as a statement
     """verl's BaseTool prints its schema."""
 
     def __enter__(self) -> None:
-        self._stdout, sys.stdout = sys.stdout, open("/dev/null", "w", encoding="utf-8")  # noqa: SIM115
+        self._stdout, sys.stdout = sys.stdout, open("/dev/null", "w", encoding="utf-8")
 
     def __exit__(self, *exc_info: object) -> None:
         sys.stdout.close()
@@ -217,7 +218,7 @@ async def compare(subjects: dict[str, Ours | Verl]) -> list[dict[str, Any]]:
         for _ in range(REPEATS):
             for name, subject in subjects.items():
                 turns = conversations * (tool_turns + 1)
-                costs[name].append(await measure(turns, lambda s=subject: s.run(conversations, tool_turns)))
+                costs[name].append(await measure(turns, functools.partial(subject.run, conversations, tool_turns)))
         row: dict[str, Any] = {"conversations": conversations, "tool_turns": tool_turns}
         for name, measured in costs.items():
             row[name] = asdict(
@@ -232,7 +233,9 @@ async def compare(subjects: dict[str, Ours | Verl]) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table of the README."""
-    table = Table("conversations", "tool turns", "ours µs/turn", "verl µs/turn", "ratio", "ours stall ms", "verl stall ms")
+    table = Table(
+        "conversations", "tool turns", "ours µs/turn", "verl µs/turn", "ratio", "ours stall ms", "verl stall ms"
+    )
     for row in rows:
         ours, verl = row["ours"], row.get("verl")
         table.add_row(

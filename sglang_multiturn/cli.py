@@ -109,9 +109,7 @@ class _Finished:
     wall_s: float
 
 
-async def _roll_out(
-    rollouts: RolloutEngine, specs: Iterator[RequestSpec], total: int, trajectories: Path
-) -> _Finished:
+async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total: int, trajectories: Path) -> _Finished:
     summary = RunSummary()
     with JournalWriter(trajectories) as journal, _progress(total) as advance:
         async with rollouts:

@@ -162,7 +162,12 @@ class RequestSpec:
             "messages": [message.for_template() for message in self.messages],
             "tool_names": self.tool_names,
             "tools_kwargs": {
-                name: [dict(k.create_kwargs), dict(k.execute_kwargs), dict(k.calc_reward_kwargs), dict(k.release_kwargs)]
+                name: [
+                    dict(k.create_kwargs),
+                    dict(k.execute_kwargs),
+                    dict(k.calc_reward_kwargs),
+                    dict(k.release_kwargs),
+                ]
                 for name, k in self.tools_kwargs.items()
             },
             "sampling": repr(self.sampling),

@@ -25,6 +25,7 @@ from sglang_multiturn.trajectory import Rewards
 RewardFn = Callable[..., Any]
 """`(data_source, solution_str, ground_truth, extra_info) -> float | dict`, plain or async."""
 
+
 def gsm8k_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:
     """1.0 when the last `#### number` of the model's own words is the ground truth."""
     answer = gsm8k_answer(solution_str)

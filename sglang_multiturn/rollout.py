@@ -21,8 +21,8 @@ from sglang_multiturn.chat.parsing import BrokenCall, ParsedCall, ParsedTurn, To
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.chat.truncation import cut_text
 from sglang_multiturn.config import RolloutConfig
-from sglang_multiturn.engine.base import FinishReason, Generation, GenerationId, Generator, SamplingParams
-from sglang_multiturn.errors import EngineDiedError, EngineError, InvalidRequestError
+from sglang_multiturn.engine.base import FinishReason, Generation, Generator
+from sglang_multiturn.generation import generate_turn
 from sglang_multiturn.interactions.base import Done, Interaction
 from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
 from sglang_multiturn.rewards import RewardFn, call_reward_fn, combine
@@ -33,9 +33,6 @@ from sglang_multiturn.tools.session import NumberedCall, ToolAnswer, ToolSession
 from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
 
 logger = logging.getLogger(__name__)
-
-ABORT_GRACE_S = 10.0
-"""How long a conversation that must end waits for its generation to be acknowledged as aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +145,12 @@ class Rollout:
         ledger, metrics = self.request.ledger, self.request.metrics
         if exhausted := self._exhausted():
             return exhausted
-        left = min(self._config.max_response_tokens - ledger.num_response_tokens, self._max_model_len - ledger.num_tokens)
+        left = min(
+            self._config.max_response_tokens - ledger.num_response_tokens, self._max_model_len - ledger.num_tokens
+        )
         allowed = min(left, self._config.max_turn_tokens or left)
         turn = metrics.assistant_turns
-        generation = await self._generate(turn, allowed)
-        metrics.assistant_turns += 1
+        generation = await self._sample(turn, allowed)
         if generation.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         parsed = self._context.parser.parse(
@@ -162,6 +160,15 @@ class Rollout:
             return self._cut_turn(parsed, turn)
         self._note_turn(parsed, turn)
         return self._after_turn(bool(parsed.calls))
+
+    async def _sample(self, turn: int, max_new_tokens: int) -> Generation:
+        params = dataclasses.replace(
+            self._spec.sampling,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=tuple({*self._spec.sampling.stop_token_ids, *self._context.template.stop_token_ids}),
+        )
+        retries = self._config.engine_retries
+        return await generate_turn(self._context.generator, self.request, params, turn=turn, retries=retries)
 
     def _cut_turn(self, parsed: ParsedTurn, turn: int) -> RequestState | StopReason:
         """A turn that ended by length: no call is made; the model is told when the budget lets it go on."""
@@ -188,60 +195,6 @@ class Rollout:
         if config.max_user_turns is not None and metrics.user_turns >= config.max_user_turns:
             return StopReason.MAX_USER_TURNS
         return RequestState.INTERACTING
-
-    async def _generate(self, turn: int, max_new_tokens: int) -> Generation:
-        """One turn's tokens, appended to the ledger; asked again when the engine failed or aborted by itself."""
-        given = self.request.ledger.input_ids
-        params = dataclasses.replace(
-            self._spec.sampling,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=tuple({*self._spec.sampling.stop_token_ids, *self._context.template.stop_token_ids}),
-        )
-        for attempt in range(self._config.engine_retries + 1):
-            generation_id = GenerationId(self._spec.request_id, turn, attempt)
-            last = attempt == self._config.engine_retries
-            started = time.monotonic()
-            try:
-                generation = await self._generate_or_abort(generation_id, given, params)
-            except (InvalidRequestError, EngineDiedError):
-                raise
-            except EngineError:
-                if last:
-                    raise
-                self.request.metrics.engine_retries += 1
-                continue
-            finally:
-                self.request.metrics.generate_s += time.monotonic() - started
-            if generation.finish_reason is not FinishReason.ABORT or last or self._abort_requested:
-                break
-            self.request.metrics.engine_retries += 1
-        self.request.ledger.append_sampled(generation, turn=turn, given=given, attempt=generation_id.attempt)
-        return generation
-
-    async def _generate_or_abort(
-        self, generation_id: GenerationId, given: Sequence[int], params: SamplingParams
-    ) -> Generation:
-        """Generate; when this conversation must end meanwhile, abort in the engine and keep what was sampled."""
-        generator = self._context.generator
-        # A task of its own, so that a deadline reaches us and not it: it ends by being aborted and acknowledged.
-        running = asyncio.create_task(generator.generate(generation_id, given, params), name=generation_id.rid)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            try:
-                async with asyncio.timeout(ABORT_GRACE_S):
-                    await generator.abort(generation_id.request_id)
-                    partial = await running
-            except (TimeoutError, EngineError) as error:
-                logger.warning("generation %s did not acknowledge its abort: %r", generation_id.rid, error)
-            else:
-                self.request.ledger.append_sampled(
-                    partial, turn=generation_id.turn, given=given, attempt=generation_id.attempt
-                )
-                self.request.metrics.assistant_turns += 1
-            raise
-        finally:
-            running.cancel()
 
     # TOOL_CALLING
 
@@ -368,9 +321,7 @@ class Rollout:
                     extra_info=self._scorer_info(stop_reason, tool_rewards, calc_rewards),
                     timeout_s=self._config.reward_timeout_s,
                 )
-            return combine(
-                self._config, score=score, tool_rewards=tool_rewards, calc_rewards=calc_rewards, extra=extra
-            )
+            return combine(self._config, score=score, tool_rewards=tool_rewards, calc_rewards=calc_rewards, extra=extra)
         finally:
             self.request.metrics.reward_s += time.monotonic() - started
 

@@ -1,8 +1,8 @@
 """Many requests at once: a limit on how many, one trajectory for each, and an end when nothing works any more.
 
-    async with RolloutEngine(engine, template=..., tools=...) as rollouts:
-        async for trajectory in rollouts.run(requests):   # as they finish; `run_all` returns input order
-            ...
+async with RolloutEngine(engine, template=..., tools=...) as rollouts:
+    async for trajectory in rollouts.run(requests):   # as they finish; `run_all` returns input order
+        ...
 """
 
 from __future__ import annotations

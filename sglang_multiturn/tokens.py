@@ -65,9 +65,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.ids):
-            raise LedgerError(
-                f"turn {self.turn}: {len(self.ids)} token ids but {len(self.logprobs)} log-probabilities"
-            )
+            raise LedgerError(f"turn {self.turn}: {len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +131,7 @@ class TokenLedger:
         self._turns.append(record)
         self._append(segment)
 
-    def append_observation(
-        self, ids: Sequence[int], *, origin: Origin, turn: int, call_id: str | None = None
-    ) -> None:
+    def append_observation(self, ids: Sequence[int], *, origin: Origin, turn: int, call_id: str | None = None) -> None:
         """Tokens nobody sampled: a tool's or user's words, or the template's boundary."""
         if origin in (Origin.PROMPT, Origin.SAMPLED):
             raise LedgerError(f"turn {turn}: an observation cannot have origin {origin.value!r}")

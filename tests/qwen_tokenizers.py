@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 from importlib.resources import files
 from typing import Any
 
@@ -68,7 +69,7 @@ def _last_merge(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes
     """The pair that makes `token`: what is left when all merges of a lower rank have been done."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        pairs = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        pairs = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
         lowest, index = min(pairs)
         assert lowest < rank
         parts[index : index + 2] = [parts[index] + parts[index + 1]]

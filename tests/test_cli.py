@@ -59,7 +59,11 @@ def test_the_gsm8k_script_answers_with_what_the_calculator_replied(tmp_path: Pat
     data.write_text(
         "".join(
             json.dumps(
-                {"prompt": solved["question"], "reward_model": {"ground_truth": truth}, "extra_info": {"answer": answer}}
+                {
+                    "prompt": solved["question"],
+                    "reward_model": {"ground_truth": truth},
+                    "extra_info": {"answer": answer},
+                }
             )
             + "\n"
             for answer, truth in solved["answers"]

@@ -65,13 +65,19 @@ def test_old_names_become_ours(tmp_path: Path) -> None:
         ("  max_turns: 4", "  max_turn: 4", "{}:13: unknown key 'rollout.max_turn'; did you mean 'max_turns'?"),
         ("    config: {}", "    confg: {}", "{}:3: unknown key 'tools.0.confg'; did you mean 'config'?"),
         ("rollout:", "roll_out:", "{}:12: unknown key 'roll_out'; did you mean 'rollout'?"),
-        ("  max_turns: 4", "  max_turns: -1", "{}:12: 'rollout.max_assistant_turns': Input should be greater than or equal to 1, got -1"),
-        ("  - class_name: sglang_multiturn.tools.builtin.calculator.CalculatorTool\n    config", "  - config", "{}:2: 'tools.0.class_name' is missing"),
+        (
+            "  max_turns: 4",
+            "  max_turns: -1",
+            "{}:12: 'rollout.max_assistant_turns': Input should be greater than or equal to 1, got -1",
+        ),
+        (
+            "  - class_name: sglang_multiturn.tools.builtin.calculator.CalculatorTool\n    config",
+            "  - config",
+            "{}:2: 'tools.0.class_name' is missing",
+        ),
     ],
 )
-def test_a_mistake_is_told_with_file_line_key_and_suggestion(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
+def test_a_mistake_is_told_with_file_line_key_and_suggestion(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = write(tmp_path, GOOD.replace(old, new))
     with pytest.raises(ConfigError) as caught:
         ToolsConfig.from_yaml(path)

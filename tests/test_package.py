@@ -35,6 +35,7 @@ LAYERS = {
     "rewards": 3,
     "dataset": 3,
     "journal": 3,
+    "generation": 3,
     "rollout": 3,
     "runner": 3,
     "summary": 4,

@@ -10,6 +10,7 @@ from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.tools.base import BaseTool
 from sglang_multiturn.tools.builtin.gsm8k import Gsm8kTool
 from sglang_multiturn.tools.registry import ToolRegistry
+
 from support import RecordingTool
 
 SCHEMA = """
@@ -22,7 +23,9 @@ SCHEMA = """
 """
 
 
-def yaml(tmp_path: Path, class_name: str, parameters: str = "{type: object, properties: {}}", config: str = "{}") -> Path:
+def yaml(
+    tmp_path: Path, class_name: str, parameters: str = "{type: object, properties: {}}", config: str = "{}"
+) -> Path:
     path = tmp_path / "t.yaml"
     path.write_text(
         f"tools:\n  - class_name: {class_name}\n    config: {config}\n"

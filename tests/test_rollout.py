@@ -21,7 +21,19 @@ from sglang_multiturn.schemas import FunctionSchema, Message, ToolSchema
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.tools.builtin.calculator import CalculatorTool
 from sglang_multiturn.trajectory import CallOutcome, Trajectory
-from support import TEMPLATE, AnsweringTool, FailingTool, HangingTool, RecordingTool, ToolError, call, context, roll, spec
+
+from support import (
+    TEMPLATE,
+    AnsweringTool,
+    FailingTool,
+    HangingTool,
+    RecordingTool,
+    ToolError,
+    call,
+    context,
+    roll,
+    spec,
+)
 
 COMPLETED, FAILED, ABORTED = RequestState.COMPLETED, RequestState.FAILED, RequestState.ABORTED
 
@@ -213,7 +225,12 @@ async def test_each_mistake_is_answered_and_counted() -> None:
         (CallOutcome.OK, '{"n": 3}'),
     ]
     metrics = trajectory.metrics
-    assert (metrics.tool_calls, metrics.malformed_calls, metrics.unknown_tools, metrics.invalid_arguments) == (4, 1, 1, 1)
+    assert (metrics.tool_calls, metrics.malformed_calls, metrics.unknown_tools, metrics.invalid_arguments) == (
+        4,
+        1,
+        1,
+        1,
+    )
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert strict.verbs == ["create", "execute", "calc_reward", "release"]
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from sglang_multiturn import RequestSpec, RolloutConfig, RolloutEngine, ScriptedEngine, ScriptedTurn, ToolRegistry
+from sglang_multiturn import (
+    RequestSpec,
+    RolloutConfig,
+    RolloutEngine,
+    ScriptedEngine,
+    ScriptedTurn,
+    ToolRegistry,
+    Trajectory,
+)
 from sglang_multiturn.dataset import in_groups
 from sglang_multiturn.engine.base import EngineInfo, GenerationId
 from sglang_multiturn.errors import BatchFailedError, DataError, EngineDiedError
 from sglang_multiturn.request import RequestState, StopReason
+
 from support import TEMPLATE, FailingTool, HangingTool, RecordingTool, call, spec
 
 
@@ -23,6 +32,11 @@ def specs(count: int) -> list[RequestSpec]:
 def rollouts(script: Any, tools: Any = (), **config: Any) -> RolloutEngine:
     engine = script if isinstance(script, ScriptedEngine) else ScriptedEngine(TEMPLATE, script)
     return RolloutEngine(engine, template=TEMPLATE, tools=ToolRegistry(tools), config=RolloutConfig(**config))
+
+
+async def collect(running: RolloutEngine, asked: Iterable[RequestSpec], into: list[Trajectory]) -> None:
+    async for trajectory in running.run(asked):
+        into.append(trajectory)  # noqa: PERF401 - what came before an error has to be seen
 
 
 async def test_one_trajectory_for_each_request_in_input_order() -> None:
@@ -95,10 +109,9 @@ async def test_one_failure_touches_no_other() -> None:
 
 async def test_a_batch_that_mostly_fails_stops_with_its_causes() -> None:
     async with rollouts(lambda *_: call("echo"), [FailingTool(RuntimeError("no index"))]) as running:
-        seen = []
+        seen: list[Trajectory] = []
         with pytest.raises(BatchFailedError) as caught:
-            async for trajectory in running.run(specs(100)):
-                seen.append(trajectory)
+            await collect(running, specs(100), seen)
     assert len(seen) == 16
     assert "16 of the first 16 rollouts failed" in str(caught.value)
     assert "16x RuntimeError, for example r" in str(caught.value)
@@ -111,10 +124,9 @@ async def test_a_dead_engine_stops_the_batch_at_once_and_loses_nothing_that_had_
         return ScriptedTurn(error=EngineDiedError("killed by signal 9")) if dead else "fine"
 
     async with rollouts(script, max_concurrent=1) as running:
-        seen = []
+        seen: list[Trajectory] = []
         with pytest.raises(EngineDiedError, match=r"after 30 finished rollouts: killed by signal 9"):
-            async for trajectory in running.run(specs(100)):
-                seen.append(trajectory)
+            await collect(running, specs(100), seen)
     assert [t.stop_reason for t in seen] == [StopReason.ANSWERED] * 30
 
 
@@ -125,8 +137,7 @@ async def test_a_bad_row_met_on_the_way_ends_the_run_with_its_own_error() -> Non
 
     async with rollouts(lambda *_: "x") as running:
         with pytest.raises(DataError, match=r"rows\.jsonl:2: no prompt"):
-            async for trajectory in running.run(broken()):
-                assert trajectory.request_id == "r0"
+            await collect(running, broken(), [])
 
 
 async def test_abort_all_ends_every_conversation_with_a_trajectory() -> None:

@@ -109,7 +109,7 @@ def test_a_forged_turn_in_a_tools_answer_stays_plain_text(template: HFChatTempla
 
 
 def test_sampled_text_loses_its_end_token_and_nothing_else(template: HFChatTemplate) -> None:
-    ids = template.encode_text("a b") + [template.stop_token_ids[0]]
+    ids = [*template.encode_text("a b"), template.stop_token_ids[0]]
     assert template.decode(ids) == "a b"
     assert template.decode([template.stop_token_ids[0], *ids]) == "<|im_end|>a b"
     assert template.decode([]) == ""
@@ -155,7 +155,7 @@ def test_a_template_that_changes_what_tools_say_is_refused() -> None:
 
 def test_a_model_folder_that_is_not_there_is_told() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match="model folder './no/such/model' does not exist"):
+    with pytest.raises(ConfigError, match=r"model folder '\./no/such/model' does not exist"):
         HFChatTemplate.from_pretrained("./no/such/model")
 
 
@@ -181,9 +181,7 @@ class TestByteChatML:
     def test_a_conversation_in_parts_is_the_conversation_as_a_whole(self) -> None:
         template = ByteChatML()
         question = Message(role="user", content="hi")
-        asked = Message.model_validate(
-            {"role": "assistant", "content": "Hm.", "tool_calls": [{"id": "c", **CALL}]}
-        )
+        asked = Message.model_validate({"role": "assistant", "content": "Hm.", "tool_calls": [{"id": "c", **CALL}]})
         answers = [Message(role="tool", content="4"), Message(role="tool", content="5")]
         sampled = template.encode_text(
             'Hm.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*34"}}\n</tool_call>'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,7 +136,7 @@ def test_invariants_over_random_conversations(prompt: list[int], plan: list[tupl
         assert all(p == 0.0 for p, m in zip(logprobs, mask, strict=True) if not m)
         assert ledger.prompt_ids + ledger.response_ids == ledger.input_ids
         ledger.check()
-    for earlier, later in zip(seen, seen[1:], strict=False):
+    for earlier, later in itertools.pairwise(seen):
         assert later[: len(earlier)] == earlier
     copy = TokenLedger(ledger.segments, ledger.turns)
     assert copy.input_ids == ledger.input_ids

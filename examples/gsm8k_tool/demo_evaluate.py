@@ -114,9 +114,7 @@ def logprob_diff_max(trajectories: Sequence[Trajectory], model: Path) -> float:
             reported = trajectory.response_logprobs
             assert reported is not None  # this engine keeps them
             first = len(trajectory.prompt_ids)
-            for offset, (token, mask) in enumerate(
-                zip(trajectory.response_ids, trajectory.response_mask, strict=True)
-            ):
+            for offset, (token, mask) in enumerate(zip(trajectory.response_ids, trajectory.response_mask, strict=True)):
                 if mask:
                     expected = logprobs[index, first + offset - 1, token].item()
                     worst = max(worst, abs(expected - reported[offset]))

@@ -68,7 +68,7 @@ class SGLangParser:
             return ParsedTurn(content=rest.strip(), reasoning=reasoning)
         try:
             content, items = parser.parse_non_stream(rest)
-        except Exception as error:  # third-party detectors raise anything on hostile text
+        except Exception as error:  # noqa: BLE001 - third-party detectors raise anything on hostile text
             logger.debug("SGLang's %s parser raised %r", self._name, error)
             content, items = rest, []
         calls: list[ParsedCall | BrokenCall] = []

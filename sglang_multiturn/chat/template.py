@@ -309,7 +309,8 @@ class HFChatTemplate:
         for start, piece in self._without_added(text, 0):
             batch = self._encode(piece)
             encoded += [
-                (token, (low + start, high + start)) for token, (low, high) in zip(batch.ids, batch.offsets, strict=True)
+                (token, (low + start, high + start))
+                for token, (low, high) in zip(batch.ids, batch.offsets, strict=True)
             ]
         return encoded
 

@@ -100,7 +100,9 @@ class EngineInfo:
 class Generator(Protocol):
     """All a conversation asks of an engine."""
 
-    async def generate(self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams
+    ) -> Generation:
         """Sample one turn.
 
         Raises:
@@ -167,7 +169,12 @@ class Engine(Generator, Protocol):
 
 
 def check_generation(
-    generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams, *, vocab_size: int, max_model_len: int
+    generation_id: GenerationId,
+    input_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    max_model_len: int,
 ) -> None:
     """Refuse what would harm an engine: SGLang 0.5.14 kills its process tree on an id outside the vocabulary.
 
