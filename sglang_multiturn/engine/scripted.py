@@ -10,9 +10,9 @@ choose, a missing end token, a generation that never ends, errors, a sudden abor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.engine.base import (
@@ -155,15 +155,20 @@ class ScriptedEngine:
         self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams, flight: _InFlight
     ) -> Generation:
         await self._unless_aborted(flight, self._running.wait())
-        if self._slots is None:
+        if (slots := self._slots) is None:
             return await self._sample(generation_id, input_ids, params, flight)
-        await self._unless_aborted(flight, self._slots.acquire())
-        if flight.aborted.is_set():
-            return self._ended((), FinishReason.ABORT, 0.0)
+        taken = asyncio.Event()
+
+        async def take() -> None:
+            await slots.acquire()
+            taken.set()
+
+        await self._unless_aborted(flight, take())
         try:
             return await self._sample(generation_id, input_ids, params, flight)
         finally:
-            self._slots.release()
+            if taken.is_set():  # an abort may have come first, or at the same moment
+                slots.release()
 
     async def _sample(
         self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams, flight: _InFlight
@@ -206,10 +211,10 @@ class ScriptedEngine:
         )
 
     @staticmethod
-    async def _unless_aborted(flight: _InFlight, waiting: object) -> None:
+    async def _unless_aborted(flight: _InFlight, waiting: Coroutine[Any, Any, object]) -> None:
         """Wait for something, or for the generation to be aborted, whichever is first."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(waiting), group.create_task(flight.aborted.wait())]  # type: ignore[arg-type]
+            tasks = [group.create_task(waiting), group.create_task(flight.aborted.wait())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()

@@ -22,8 +22,8 @@ EXAMPLE = REPOSITORY / "examples" / "gsm8k_tool"
 CHECKPOINT = EXAMPLE / "tiny_model"
 
 SHA256 = {
-    "model.safetensors": "caaa918ae47cde4fd65993f0203cab5071c1fe62a7361885a5745cf32076d695",
-    "tokenizer.json": "f22090f1da9dd898797642455e4745e65dbc2a59c4a5ba6762f0917df2eeb50d",
+    "model.safetensors": "e9b251e4bf8f5875f7a82f2eed060fe7cb5dafa5007002be11eef8ba9f4346f2",
+    "tokenizer.json": "6ce6e4001dd6fde094e6d5af68dc355026b620b516c5b75269fa1010588e564d",
     "chat_template.jinja": "8b8a7f13e3352879047f249a156864498ddcb065f5f9a2fa22fcae9ec1a54bd0",
 }
 
