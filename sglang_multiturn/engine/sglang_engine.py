@@ -25,7 +25,7 @@ from sglang_multiturn.engine.base import (
     SamplingParams,
     check_generation,
 )
-from sglang_multiturn.engine.sglang_messages import (
+from sglang_multiturn.engine.sglang_child.messages import (
     START_ID,
     AbortAll,
     AbortGeneration,

@@ -28,7 +28,7 @@ class SGLangProcess:
         self.sock, child_sock = socket.socketpair()
         self.log_path = Path(tempfile.mkdtemp(prefix="sglang_multiturn_")) / "sglang.log"
         # -P: a file in the user's working directory must not stand in for a module of ours or of SGLang's.
-        command = [sys.executable, "-P", "-m", "sglang_multiturn.engine.sglang_child"]
+        command = [sys.executable, "-P", "-m", "sglang_multiturn.engine.sglang_child.main"]
         try:
             with child_sock, self.log_path.open("wb") as log:
                 self._popen = subprocess.Popen(

@@ -14,9 +14,9 @@ import pytest
 from engine.subjects import TINY_MODEL
 
 from sglang_multiturn.cpu import sglang_kernels
-from sglang_multiturn.engine.sglang_launch import engine_arguments
-from sglang_multiturn.engine.sglang_messages import Start
-from sglang_multiturn.engine.sglang_weights import check_tensors, checkpoint_shapes, to_torch, without_tied_head
+from sglang_multiturn.engine.sglang_child.launch import engine_arguments
+from sglang_multiturn.engine.sglang_child.messages import Start
+from sglang_multiturn.engine.sglang_child.weights import check_tensors, checkpoint_shapes, to_torch, without_tied_head
 from sglang_multiturn.errors import EngineStartError, WeightUpdateError
 
 KNOWN = {"model_path", "dtype", "device", "max_total_tokens", "tp_size", "weight_version"}

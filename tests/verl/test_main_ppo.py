@@ -83,7 +83,7 @@ def train(folder: Path, *, v1: bool) -> str:
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
     ]
     environment = main_ppo_env(folder) | {
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "VERL_USE_EXTERNAL_MODULES": "trainer_recorder",
         "TRAINER_RECORD": str(folder / "record.jsonl"),
     }

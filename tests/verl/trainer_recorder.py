@@ -24,7 +24,7 @@ def record_v1(trainer: ModuleType) -> None:
         stored = trainer.tq.kv_batch_get(
             keys=batch_keys, partition_id="train", select_fields=["prompts", "responses", "extra_fields"]
         )
-        names = [getattr(fields, "data", fields)["request_id"] for fields in stored["extra_fields"].tolist()]
+        names = [getattr(fields, "data", fields)["request_id"] for fields in stored["extra_fields"]]
         for i, key in enumerate(batch_keys):
             ids = stored["responses"][i].tolist()
             write(result, i, request_id=names[i], prompt=stored["prompts"][i].tolist(), response=ids, key=key)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_multiturn.engine.base import FinishReason, Generation
-from sglang_multiturn.engine.sglang_messages import (
+from sglang_multiturn.engine.sglang_child.messages import (
     AbortAll,
     AbortGeneration,
     AbortRequest,
@@ -37,7 +37,7 @@ from sglang_multiturn.engine.sglang_messages import (
     encode,
     read_message,
 )
-from sglang_multiturn.engine.sglang_weights import (
+from sglang_multiturn.engine.sglang_child.weights import (
     check_checkpoint,
     check_tensors,
     checkpoint_shapes,
@@ -49,7 +49,7 @@ from sglang_multiturn.errors import EngineError, InvalidRequestError, WeightUpda
 if TYPE_CHECKING:
     import numpy as np
 
-    from sglang_multiturn.engine.sglang_launch import Launched
+    from sglang_multiturn.engine.sglang_child.launch import Launched
 
 _ABORT_REPEAT_S = 0.5
 _IDLE_TIMEOUT_S = 30.0

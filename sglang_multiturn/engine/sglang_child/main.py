@@ -1,4 +1,4 @@
-"""SGLang's own process: `python -m sglang_multiturn.engine.sglang_child FD PARENT_PID`, started by SGLangEngine.
+"""SGLang's own process: `python -m sglang_multiturn.engine.sglang_child.main FD PARENT_PID`, started by SGLangEngine.
 
 SGLang kills the process tree it lives in when something goes wrong, so it gets one of its own. Invariant: the tree ends
 with its parent, however the parent ends.
@@ -20,7 +20,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from sglang_multiturn.cpu import sglang_kernels
-from sglang_multiturn.engine.sglang_messages import (
+from sglang_multiturn.engine.sglang_child.messages import (
     START_ID,
     Failure,
     FailureKind,
@@ -34,7 +34,7 @@ from sglang_multiturn.engine.sglang_messages import (
 from sglang_multiturn.errors import EngineStartError
 
 if TYPE_CHECKING:
-    from sglang_multiturn.engine.sglang_launch import Launched
+    from sglang_multiturn.engine.sglang_child.launch import Launched
 
 _PARENT_POLL_S = 1.0
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _launch(start: Start, sock: socket.socket) -> Launched | None:
-    from sglang_multiturn.engine.sglang_launch import launch
+    from sglang_multiturn.engine.sglang_child.launch import launch
 
     try:
         return launch(start)
@@ -74,7 +74,7 @@ def _launch(start: Start, sock: socket.socket) -> Launched | None:
 
 
 async def _serve(launched: Launched, model_path: str, sock: socket.socket) -> None:
-    from sglang_multiturn.engine.sglang_serve import Server
+    from sglang_multiturn.engine.sglang_child.serve import Server
 
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     server = Server(launched, model_path, writer)

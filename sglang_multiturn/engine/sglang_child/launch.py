@@ -20,7 +20,7 @@ from sglang_multiturn.engine.base import EngineInfo
 from sglang_multiturn.errors import EngineStartError
 
 if TYPE_CHECKING:
-    from sglang_multiturn.engine.sglang_messages import Start
+    from sglang_multiturn.engine.sglang_child.messages import Start
 
 _OURS = ("model_path", "dtype", "device", "context_length", "random_seed")
 _CPU_MIN_TOKENS = 16_384
