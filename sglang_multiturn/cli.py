@@ -113,8 +113,6 @@ async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total
     summary = RunSummary()
     with JournalWriter(trajectories) as journal, _progress(total) as advance:
         async with rollouts:
-            if notice := rollouts.engine.info.notice:
-                console.print(notice)
             started = time.monotonic()
             async for trajectory in rollouts.run(specs):
                 journal.write(trajectory)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from tiny_demos import GOOD_ONLY, Mixture, demonstrate, encode
+from tiny_demos import Mixture, demonstrate, encode
 from tiny_tokenizer import build_tokenizer
 from torch.nn import functional
 from tqdm import tqdm
@@ -49,17 +49,14 @@ class Schedule:
     """How long and how hard each phase trains."""
 
     copying_steps: int = 300
-    good_steps: int = 0
-    """Teaching steps that see good conversations only, before the mixture starts."""
-    mixture_steps: int = 600
+    teaching_steps: int = 600
     batch_size: int = 48
     learning_rate: float = 2e-3
     seed: int = 0
 
     def teaching_rate(self, step: int) -> float:
         """The teaching phase's learning rate: a short climb, then down to a twentieth."""
-        total = self.good_steps + self.mixture_steps
-        return self.learning_rate * min(1.0, (step + 1) / 50) * max(0.05, 1 - step / total)
+        return self.learning_rate * min(1.0, (step + 1) / 50) * max(0.05, 1 - step / self.teaching_steps)
 
 
 def tool_schemas(config: Path) -> list[dict[str, Any]]:
@@ -168,9 +165,8 @@ def train(
         return loss
 
     def teaching(step: int) -> torch.Tensor:
-        kinds = GOOD_ONLY if step < schedule.good_steps else mixture
         conversations = [
-            encode(tokenizer, demonstrate(next(source), kinds.draw(rng), rng), tools)
+            encode(tokenizer, demonstrate(next(source), mixture.draw(rng), rng), tools)
             for _ in range(schedule.batch_size)
         ]
         loss = teaching_loss(model, *padded(conversations, tokenizer.pad_token_id))
@@ -179,7 +175,7 @@ def train(
 
     model.train()
     run_phase("copying", schedule.copying_steps, copying)
-    run_phase("teaching", schedule.good_steps + schedule.mixture_steps, teaching)
+    run_phase("teaching", schedule.teaching_steps, teaching)
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -202,8 +198,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tools", type=Path, default=CALCULATOR_YAML, help="tool config whose schemas prompts show")
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of weights, problems and mixture")
     parser.add_argument("--copying-steps", type=int, default=default.copying_steps, help="steps of random copying")
-    parser.add_argument("--good-steps", type=int, default=default.good_steps, help="steps on good conversations only")
-    parser.add_argument("--mixture-steps", type=int, default=default.mixture_steps, help="steps on the mixture")
+    parser.add_argument("--teaching-steps", type=int, default=default.teaching_steps, help="steps on the mixture")
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="conversations a step")
     parser.add_argument("--learning-rate", type=float, default=default.learning_rate, help="highest learning rate")
     parser.add_argument(
@@ -224,8 +219,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     schedule = Schedule(
         copying_steps=arguments.copying_steps,
-        good_steps=arguments.good_steps,
-        mixture_steps=arguments.mixture_steps,
+        teaching_steps=arguments.teaching_steps,
         batch_size=arguments.batch_size,
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,

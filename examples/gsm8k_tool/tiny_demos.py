@@ -40,9 +40,6 @@ class Mixture:
         return rng.choices(kinds, [getattr(self, kind) for kind in kinds])[0]
 
 
-GOOD_ONLY = Mixture(good=1, guess=0, wrong_operation=0, early=0)
-
-
 def demonstrate(problem: Problem, kind: str, rng: random.Random) -> list[Message]:
     """One conversation about `problem`, of the kind named."""
     messages: list[Message] = list(prompt(problem.question))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from word_problems import TRAIN_SEED, problems, prompt
+from word_problems import TRAIN_SEED, Problem, problems, prompt
 
 from sglang_multiturn.cpu.sglang_kernels import declare_torchvision_operators
 
@@ -86,6 +87,41 @@ def test_the_model_is_small_and_covers_exactly_the_vocabulary(tokenizer: Any) ->
     assert config["vocab_size"] == len(tokenizer)
     assert config["max_position_embeddings"] == 1024
     assert (CHECKPOINT / "model.safetensors").stat().st_size < 1_600_000
+
+
+def test_the_build_script_makes_the_published_tokenizer(tokenizer: Any, tools: list[dict[str, Any]]) -> None:
+    tiny_tokenizer = pytest.importorskip("tiny_tokenizer")
+    rebuilt = tiny_tokenizer.build_tokenizer(tools)
+    assert rebuilt.get_vocab() == tokenizer.get_vocab()
+    assert rebuilt.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("kind", "turns"),
+    [("good", ["12*3", "4*5", "36+20", "56"]), ("early", ["12*3", "4*5", "20"]), ("guess", ["69"])],
+)
+def test_only_the_assistants_turns_are_taught(
+    tokenizer: Any, tools: list[dict[str, Any]], kind: str, turns: list[str]
+) -> None:
+    tiny_demos = pytest.importorskip("tiny_demos")
+    problem = Problem("Cost?", {"a": 12, "b": 3, "c": 4, "d": 5}, ("a * b", "c * d", "r1 + r2"))
+    ids, mask = tiny_demos.encode(tokenizer, tiny_demos.demonstrate(problem, kind, random.Random(1)), tools)
+    taught = tokenizer.decode([one for one, trained in zip(ids, mask, strict=True) if trained])
+    said = [
+        f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call><|im_end|>'
+        for expression in turns[:-1]
+    ]
+    assert taught == "".join(said) + f"The answer is {turns[-1]}.<|im_end|>"
+
+
+def test_a_spoiled_plan_differs_in_one_operation() -> None:
+    tiny_demos = pytest.importorskip("tiny_demos")
+    plan = ("a * b", "c * d", "r1 + r2")
+    for seed in range(20):
+        spoiled = tiny_demos.spoiled(plan, random.Random(seed))
+        changed = [(before, after) for before, after in zip(plan, spoiled, strict=True) if before != after]
+        assert len(changed) == 1
+        assert changed[0][0].split()[::2] == changed[0][1].split()[::2]
 
 
 def test_only_the_turn_tokens_are_special(tokenizer: Any) -> None:
