@@ -2,7 +2,7 @@
 
     python examples/gsm8k_tool/build_tiny_model.py --out examples/gsm8k_tool/tiny_model
 
-takes about three minutes on one CPU core. There are two phases. First the model copies random tokens, short runs before
+takes about six minutes on one CPU core. There are two phases. First the model copies random tokens, short runs before
 long ones: without this, a model this small takes far longer to find out how to carry a number from the question into a
 call. Then it is taught the conversations of `tiny_demos.py`, a mixture poor on purpose, which leaves something for
 reinforcement learning to do. The weights are saved as float16; load them as float32.
