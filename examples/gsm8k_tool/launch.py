@@ -16,6 +16,7 @@ LEARNING_RATE = "4e-4"
 MAX_PROMPT_TOKENS = 128
 MAX_RESPONSE_TOKENS = 256
 
+VERL_METRICS = "verl_metrics.jsonl"
 LOOP_CLASS = "sglang_multiturn.verl_plugin.agent_loop.SglangMultiturnAgentLoop"
 
 
@@ -33,7 +34,7 @@ def main_ppo_overrides(
 ) -> list[str]:
     """Hydra overrides for `python -m verl.trainer.main_ppo`.
 
-    Afterwards `run_dir` holds `metrics.jsonl`, `journal/*.jsonl` and `checkpoints/global_step_N/actor/huggingface`.
+    Afterwards `run_dir` holds `verl_metrics.jsonl`, `journal/*.jsonl` and `checkpoints/global_step_N/actor/huggingface`.
     """
     return [
         *_task(model=model, train=train, heldout=heldout, reward=reward, seed=seed),
@@ -50,7 +51,7 @@ def main_ppo_env(run_dir: Path) -> dict[str, str]:
         **os.environ,
         "SGLANG_MULTITURN_CPU": "1",
         "OMP_NUM_THREADS": "1",
-        "VERL_FILE_LOGGER_PATH": str(run_dir / "metrics.jsonl"),
+        "VERL_FILE_LOGGER_PATH": str(run_dir / VERL_METRICS),
         "HYDRA_FULL_ERROR": "1",
         "PYTHONWARNINGS": "ignore",
         "RAY_DEDUP_LOGS": "0",
@@ -63,9 +64,10 @@ def main_ppo_env(run_dir: Path) -> dict[str, str]:
 
 
 def training_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """What verl logged, one dict a step, `step` among its keys."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{"step": entry["step"], **entry["data"]} for entry in map(json.loads, lines)]
+    """What verl has logged so far, one dict a step, `step` among its keys."""
+    path = run_dir / VERL_METRICS
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+    return [{"step": entry["step"], **entry["data"]} for entry in map(json.loads, complete.splitlines())]
 
 
 def _task(*, model: Path, train: Path, heldout: Path, reward: Path, seed: int) -> list[str]:

@@ -119,7 +119,7 @@ def tools(folder: Path) -> Path:
     document = yaml.safe_load((HERE.parents[1] / "tool_configs" / "calculator.yaml").read_text())
     document["tools"][0]["class_name"] = "failing_calculator.FailingCalculator"
     path = folder / "tools.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(yaml.safe_dump(document, sort_keys=False))  # the order is part of the prompt
     return path
 
 
