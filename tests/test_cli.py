@@ -105,6 +105,16 @@ def test_a_wrong_option_is_one_message_and_exit_code_1(tmp_path: Path, changes: 
     assert not (tmp_path / "out/summary.json").exists()
 
 
+def test_a_row_without_a_prompt_is_told_before_anything_runs(tmp_path: Path) -> None:
+    data = rows(tmp_path)
+    with data.open("a") as file:
+        file.write('{"question": "what?"}\n')
+    done = run("rollout", "--engine", "scripted", "--data", data, "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert "rows.jsonl:4: no prompt; a row needs 'prompt' or 'messages'" in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_an_earlier_run_left_is_not_overwritten(tmp_path: Path) -> None:
     options = ["--engine", "scripted", "--data", rows(tmp_path), "--out", tmp_path / "out"]
     assert run("rollout", *options).returncode == 0
