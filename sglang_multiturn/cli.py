@@ -56,7 +56,7 @@ def rollout(
     data: Annotated[Path, typer.Option(help="Rows as .jsonl or .parquet: verl's shape, or {'messages': [...]}.")],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and summary.json.")],
     model: Annotated[str | None, typer.Option(help="Model folder or hub name; not needed by a scripted run.")] = None,
-    tools: Annotated[Path | None, typer.Option(help="Tool YAML, such as tool_configs/calculator.yaml.")] = None,
+    tools: Annotated[Path | None, typer.Option(help="Tool YAML, or the name of a shipped one: calculator, gsm8k.")] = None,
     engine: Annotated[EngineName, typer.Option(help="'scripted' is a dry run without a model.")] = EngineName.SGLANG,
     script: Annotated[
         str, typer.Option(help="Scripted only: calls:N, gsm8k, or file.py:function (RequestSpec -> turns).")
@@ -86,7 +86,7 @@ def rollout(
         "max_concurrent": max_concurrent,
         "rollout_timeout_s": rollout_timeout_s,
     }
-    tools_config = ToolsConfig.from_yaml(tools) if tools else ToolsConfig()
+    tools_config = ToolsConfig.from_yaml(_shipped(tools)) if tools else ToolsConfig()
     config = _override(tools_config.rollout, {key: value for key, value in asked.items() if value is not None})
     registry = ToolRegistry.from_config(tools_config, str(tools or "tools"))
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
@@ -119,6 +119,12 @@ async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total
                 summary.add(trajectory)
                 advance(summary)
             return _Finished(summary, time.monotonic() - started)
+
+
+def _shipped(tools: Path) -> Path:
+    """The path of a shipped tool YAML where only its name was given."""
+    shipped = Path(__file__).parent / "tool_configs" / f"{tools}.yaml"
+    return shipped if not tools.suffix and not tools.exists() and shipped.is_file() else tools
 
 
 def _override(config: RolloutConfig, asked: dict[str, Any]) -> RolloutConfig:

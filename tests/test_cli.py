@@ -140,6 +140,13 @@ def test_a_users_own_script_and_reward(tmp_path: Path) -> None:
     assert trajectory.reward == len("I am 0.")
 
 
+def test_a_shipped_tool_config_is_found_by_its_name(tmp_path: Path) -> None:
+    options = ["--engine", "scripted", "--data", rows(tmp_path, 1), "--out", tmp_path / "out"]
+    assert run("rollout", *options, "--tools", "calculator").returncode == 0
+    (trajectory,) = read_trajectories(tmp_path / "out/trajectories.jsonl")
+    assert trajectory.tool_calls[0].name == "calculator"
+
+
 def test_help_teaches() -> None:
     shown = run("rollout", "--help").stdout
     assert "Try it without a model" in shown
