@@ -21,6 +21,7 @@ from sglang_multiturn import (
     ToolRegistry,
     Trajectory,
 )
+from sglang_multiturn.cpu.sglang_kernels import declare_torchvision_operators
 from sglang_multiturn.dataset import read_rows, spec_from_row
 from sglang_multiturn.rewards import load_reward_fn
 
@@ -99,8 +100,13 @@ def logprob_diff_max(trajectories: Sequence[Trajectory], model: Path) -> float:
     Only tokens with mask 1 are compared; the trajectories must have been sampled at temperature 1 by `model`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
+    # PyPI's torchvision cannot be imported beside a CPU build of torch, and transformers tries.
+    declare_torchvision_operators()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     reference = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
     worst = 0.0
     for start in range(0, len(trajectories), BATCH_ROWS):

@@ -48,8 +48,10 @@ def declare_torchvision_operators() -> None:
     """Declare the operators torchvision expects of its C extension, where that cannot load.
 
     PyPI's torchvision is built against CUDA; beside a CPU torch its extension does not load, and `import torchvision`
-    then fails on operators nobody registered. sglang imports it and never calls them.
+    then fails on operators nobody registered. sglang imports it and never calls them. Safe to call twice.
     """
+    if _keep_alive:
+        return
     spec = importlib.util.find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
         return

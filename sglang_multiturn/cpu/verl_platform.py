@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - what a platform's methods do stands in verl's PlatformBase
 """A CPU platform for verl 0.9, so that its real trainer runs on a machine without an accelerator.
 
 For demos and tests: tokens, masks, log-probabilities and updates are real, speed figures mean nothing. verl has no CPU
@@ -41,7 +42,11 @@ def accelerators() -> list[str]:
     found = ["a CUDA device"] if torch.cuda.is_available() else []
     for name in PlatformRegistry.registered_names():
         platform = PlatformRegistry.get(name)
-        if platform is not None and platform is not CpuPlatform and platform().is_platform_available(use_smi_check=True):
+        if (
+            platform is not None
+            and platform is not CpuPlatform
+            and platform().is_platform_available(use_smi_check=True)
+        ):
             found.append(f"platform {name!r}")
     return found
 

@@ -32,7 +32,9 @@ def server_name(replica_rank: int, suffix: str = "") -> str:
     return f"sglang_cpu_server_{replica_rank}{suffix}"
 
 
-def sampling_params_of(given: Mapping[str, Any], *, input_tokens: int, response_length: int, max_model_len: int) -> SamplingParams:
+def sampling_params_of(
+    given: Mapping[str, Any], *, input_tokens: int, response_length: int, max_model_len: int
+) -> SamplingParams:
     """verl's dict of sampling parameters as ours, the budget clamped as verl's SGLang server clamps it (:535-556)."""
     wanted = given.get("max_new_tokens") or given.get("max_tokens") or response_length
     fields = {key: value for key, value in given.items() if key not in _IGNORED}
@@ -57,7 +59,12 @@ class CpuServer:
         from sglang_multiturn.engine.sglang_engine import SGLangEngine
 
         self._engine = SGLangEngine(
-            model_path, dtype=dtype, device="cpu", context_length=context_length, random_seed=seed, server_args=server_args
+            model_path,
+            dtype=dtype,
+            device="cpu",
+            context_length=context_length,
+            random_seed=seed,
+            server_args=server_args,
         )
         self._response_length = response_length
         self._global_steps: int | None = None
@@ -128,7 +135,7 @@ class CpuReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         """Start the actor and wait until it serves."""
         name = server_name(self.replica_rank, self.name_suffix)
-        server = (
+        server: Any = (
             ray.remote(CpuServer)
             .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
             .remote(
@@ -164,8 +171,8 @@ class CpuServerAdapter(BaseRollout):
     async def update_weights(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
-        global_steps: int | None = None,
         wire_format: str = "named_tensors",
+        global_steps: int | None = None,
         **_kwargs: Any,
     ) -> None:
         """Every rank walks through the weights, since gathering them is collective; one of a replica sends them."""

@@ -66,5 +66,7 @@ _FINDER = _AfterImportFinder()
 def _run(action: Action, module: ModuleType) -> None:
     try:
         action(module)
-    except Exception:  # noqa: BLE001 - raised here it would break `import` of a module that is not ours
-        logger.exception("sglang_multiturn could not adapt %s; this version of verl may not be supported", module.__name__)
+    except Exception:  # raised from here it would break `import` of a module that is not ours
+        logger.exception(
+            "sglang_multiturn could not adapt %s; this version of verl may not be supported", module.__name__
+        )

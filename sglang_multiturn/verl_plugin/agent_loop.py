@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
+from sglang_multiturn.verl_plugin.rows import RowOutput
 from sglang_multiturn.verl_plugin.worker import context_of
 
 
-class SglangMultiturnAgentLoop(AgentLoopBase):  # type: ignore[misc]
+class SglangMultiturnAgentLoop(AgentLoopBase):
     """One conversation: a row of the dataset in, rows for training out. All the work is the worker context's."""
 
     def __init__(
@@ -36,6 +37,8 @@ class SglangMultiturnAgentLoop(AgentLoopBase):  # type: ignore[misc]
             trainer_config.config, server_manager, tokenizer, tools.tools if tools is not None else [], entry
         )
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(  # type: ignore[override]  # verl declares one row and takes a list as well (agent_loop_tq.py:152)
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> list[RowOutput] | RowOutput:
         """Run the conversation. Whatever happens in it is data: only a cancellation leaves this method as an error."""
         return await self._context.run(sampling_params, row)

@@ -35,7 +35,9 @@ class VerlGenerator:
         self._running: defaultdict[str, set[asyncio.Task[TokenOutput]]] = defaultdict(set)
         self._spans: dict[str, VersionSpan] = {}
 
-    async def generate(self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self, generation_id: GenerationId, input_ids: Sequence[int], params: SamplingParams
+    ) -> Generation:
         """One turn. The server is chosen by request_id, so that a conversation finds its prefix cached.
 
         Raises:

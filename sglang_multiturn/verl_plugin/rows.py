@@ -49,7 +49,7 @@ class VersionSpan(NamedTuple):
     newest: int
 
 
-class RowOutput(AgentLoopOutput):  # type: ignore[misc]
+class RowOutput(AgentLoopOutput):
     """A row whose step rewards stand where they were earned (V1; V0 never calls `as_dict` and keeps the sum)."""
 
     _step_rewards: tuple[tuple[int, float], ...] = PrivateAttr(default=())
@@ -154,7 +154,7 @@ def _reward_extra(trajectory: Trajectory, rules: RowRules, *, user_extra: bool) 
     What a reward function returned beside its score joins them under V1, which allows rows to differ; V0 does not.
     """
     score = trajectory.rewards.score if trajectory.rewards.score is not None else trajectory.reward or 0.0
-    extra: dict[str, Any] = {key: 0.0 for key in rules.unscored_extra} if user_extra else {}
+    extra: dict[str, Any] = dict.fromkeys(rules.unscored_extra, 0.0) if user_extra else {}
     extra |= {"score": score, "acc": score}
     return extra | trajectory.rewards.extra if user_extra else extra
 

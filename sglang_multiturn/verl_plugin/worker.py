@@ -58,7 +58,9 @@ class GroupCount:
 class WorkerContext:
     """Everything that outlives a conversation in one worker process."""
 
-    def __init__(self, config: Any, server_manager: Any, tokenizer: Any, tools: list[Any], entry: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Any, server_manager: Any, tokenizer: Any, tools: list[Any], entry: Mapping[str, Any]
+    ) -> None:
         """Raises ConfigError: a setting is wrong; TemplateError: the model's template cannot be proved."""
         rollout = config.actor_rollout_ref.rollout
         yaml_settings = tools.config.rollout if isinstance(tools, LoadedTools) else None
@@ -136,7 +138,9 @@ class WorkerContext:
         if takes_no_row and self.settings.failed_rows == "drop" and not group_is_empty:
             self._count(self.dropped, reason, "dropped: no row, its group is smaller by one")
             return []
-        self._count(self.masked, reason, "kept as a masked row of reward 0, which shifts its group's mean and deviation")
+        self._count(
+            self.masked, reason, "kept as a masked row of reward 0, which shifts its group's mean and deviation"
+        )
         return [masked_row(trajectory, self.rules, versions=versions, user_extra=takes_no_row)]
 
     def _is_kept(self, trajectory: Trajectory) -> bool:
@@ -163,7 +167,7 @@ class WorkerContext:
             return
         try:
             self._journal.write(trajectory)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a full disk; something a tool returned that JSON has no word for
             logger.error("request %s: the journal cannot be written: %s", trajectory.request_id, error)
 
 
@@ -245,7 +249,7 @@ def reward_function(config: Any) -> RewardFn | None:
             manager.name,
         )
         return None
-    reward_fn: RewardFn = get_custom_reward_fn(config)
+    reward_fn: RewardFn | None = get_custom_reward_fn(config)
     return reward_fn
 
 

@@ -49,6 +49,7 @@ class ScriptedServers:
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
         self.turns: Counter[str] = Counter()
+        self.started = asyncio.Event()
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> TokenOutput:
         params = SamplingParams(
@@ -56,6 +57,7 @@ class ScriptedServers:
         )
         turn = self.turns[request_id]
         self.turns[request_id] += 1
+        self.started.set()
         generation = await self.engine.generate(GenerationId(request_id, turn), prompt_ids, params)
         return TokenOutput(
             token_ids=list(generation.token_ids),
@@ -90,7 +92,10 @@ def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfi
 def tool_yaml(folder: Path, **rollout: Any) -> str:
     """A YAML with the tool above, shown to the model as the calculator."""
     path = folder / "broken.yaml"
-    schema = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+    schema = {
+        "type": "function",
+        "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
+    }
     entry = {"class_name": f"{BrokenTool.__module__}.BrokenTool", "config": {}, "tool_schema": schema}
     OmegaConf.save(OmegaConf.create({"tools": [entry], "rollout": rollout}), path)
     return str(path)
@@ -256,9 +261,7 @@ async def test_the_last_session_of_an_empty_group_leaves_a_masked_row_for_the_gr
     async with scripted(template, two_turns("The answer is 4.")) as engine:
         worker = RawWorker(config, ScriptedServers(engine))
         empty = [await v1_session(worker, i, tools_kwargs=broken) for i in range(3)]
-        one_left = [
-            await v1_session(worker, i, tools_kwargs=broken if i else {}, uid="u2") for i in range(3)
-        ]
+        one_left = [await v1_session(worker, i, tools_kwargs=broken if i else {}, uid="u2") for i in range(3)]
     assert [len(rows) for rows in empty] == [0, 0, 1]
     assert empty[2][0].response_mask == [0]
     assert empty[2][0].extra_fields["reward_extra_info"]["acc"] == 0.0
@@ -291,8 +294,7 @@ async def test_a_cancelled_conversation_is_cancelled(config: DictConfig, templat
     async with engine:
         servers = ScriptedServers(engine)
         session = asyncio.create_task(v1_session(RawWorker(config, servers)))
-        while not servers.turns:
-            await asyncio.sleep(0.01)
+        await servers.started.wait()
         session.cancel()
         await engine.abort_all()
         with pytest.raises(asyncio.CancelledError):

@@ -80,8 +80,7 @@ def test_the_loop_is_registered_and_the_loader_patched_once_verl_imports_them(ru
         SGLANG_MULTITURN_CPU="1",
     )
     assert done.stdout.splitlines()[-1] == (
-        "{'_target_': 'sglang_multiturn.verl_plugin.agent_loop.SglangMultiturnAgentLoop'} "
-        "verl.tools.tool_registry True"
+        "{'_target_': 'sglang_multiturn.verl_plugin.agent_loop.SglangMultiturnAgentLoop'} verl.tools.tool_registry True"
     )
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +49,13 @@ class Run:
 
 
 @pytest.fixture(scope="module", params=["v1", "v0"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     v1 = request.param == "v1"
     log = train(folder, v1=v1)
     rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     lines = [line for path in (folder / "journal").glob("*.jsonl") for line in read_trajectories(path)]
-    yield Run(
+    return Run(
         v1=v1,
         metrics=training_metrics(folder),
         rows=[row for row in rows if not row["key"].startswith("pad")],
@@ -167,7 +166,9 @@ def test_the_trainers_rows_are_the_journals_tokens(run: Run) -> None:
 
 
 def test_weights_of_every_step_reached_the_engine(run: Run) -> None:
-    versions = {version for line in run.journal.values() for version in line.response_weight_versions if version is not None}
+    versions = {
+        version for line in run.journal.values() for version in line.response_weight_versions if version is not None
+    }
     assert versions == set(range(STEPS))
 
 
@@ -181,7 +182,9 @@ def test_a_failed_conversation_leaves_the_advantages_of_a_group_of_seven_under_v
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         informative += int(rewards.std() > 0)
         for row, advantage in zip(rows, expected.tolist(), strict=True):
-            assert row["advantages"] == pytest.approx([advantage * trained for trained in row["response_mask"]], abs=1e-5)
+            assert row["advantages"] == pytest.approx(
+                [advantage * trained for trained in row["response_mask"]], abs=1e-5
+            )
     assert informative > 0
     assert ("shifts its group's mean" in run.log) is (not run.v1)
 

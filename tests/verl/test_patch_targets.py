@@ -20,7 +20,7 @@ from sglang_multiturn.verl_plugin import compat
 
 def test_the_loop_registry_is_where_verl_looks_loops_up() -> None:
     assert "_agent_loop_registry[agent_name]" in inspect.getsource(agent_loop.AgentLoopWorker._run_agent_loop)
-    assert agent_loop._agent_loop_registry[compat.LOOP_NAME] == {"_target_": compat.LOOP_CLASS}
+    assert agent_loop._agent_loop_registry[compat.LOOP_NAME]["_target_"] == compat.LOOP_CLASS
 
 
 def test_the_worker_reads_tools_by_the_patched_name() -> None:

@@ -88,11 +88,13 @@ class Servers:
         self.calls: list[dict[str, Any]] = []
         self.let_go = asyncio.Event()
         self.let_go.set()
+        self.started = asyncio.Event()
         self.running = 0
 
     async def generate(self, **call: Any) -> TokenOutput:
         self.calls.append(call)
         self.running += 1
+        self.started.set()
         try:
             await self.let_go.wait()
             if isinstance(self.answer, Exception):
@@ -192,8 +194,7 @@ async def test_a_conversation_that_was_cut_short_settles_only_when_the_engine_is
     servers.let_go.clear()
     generator = VerlGenerator(servers, rollout_name="sglang")
     generation = asyncio.create_task(generator.generate(TURN, [1], PARAMS))
-    while not servers.running:
-        await asyncio.sleep(0)
+    await servers.started.wait()
     generation.cancel()
     with pytest.raises(asyncio.CancelledError):
         await generation

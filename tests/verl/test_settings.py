@@ -73,7 +73,7 @@ def test_budgets_never_exceed_verls_and_may_be_smaller() -> None:
 
 
 def test_an_unknown_key_of_the_entry_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="max_asistant_turns.*did you mean 'max_assistant_turns'"):
+    with pytest.raises(ConfigError, match=r"max_asistant_turns.*did you mean 'max_assistant_turns'"):
         merge_settings(rollout(), None, {"max_asistant_turns": 3})
 
 

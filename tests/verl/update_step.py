@@ -1,6 +1,6 @@
 """Run by test_update_step.py in a process of its own: one real actor update with a row of every stop reason, no Ray.
 
-Prints one line of JSON.
+Its last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -142,4 +142,4 @@ async def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(Path(sys.argv[1])))))
+    sys.stdout.write(json.dumps(asyncio.run(main(Path(sys.argv[1])))) + "\n")
