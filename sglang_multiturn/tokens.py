@@ -11,6 +11,7 @@ cannot have another length than the ids, and this is the only module that writes
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -251,8 +252,11 @@ class TokenLedger:
     def _response_segments(self) -> Iterator[Segment]:
         return (segment for segment in self._segments if segment.origin is not Origin.PROMPT)
 
-    def check(self) -> None:
-        """Prove that this ledger is what the engine saw and said (DESIGN §5.1 to §5.3).
+    def check(self, *, end_id: int | None = None) -> None:
+        """Prove that this ledger is what the engine saw and said: invariants 1 to 3 of docs/architecture.md, and 4.
+
+        Args:
+            end_id: the template's end-of-turn id; None leaves invariant 4 out.
 
         Raises:
             LedgerError: naming the turn and what disagrees.
@@ -271,8 +275,22 @@ class TokenLedger:
                 raise LedgerError(f"turn {record.turn}: the engine was not given the tokens that stand before it")
             if record.sampled_tokens != len(segment.ids) or record.turn != segment.turn:
                 raise LedgerError(f"turn {record.turn}: the sampled segment is not the one that was recorded")
+        if end_id is not None:
+            self._check_ends(end_id)
         sizes = {len(self.response_ids), len(self.response_mask()), len(self.response_weight_versions)}
         if (logprobs := self.response_logprobs) is not None:
             sizes.add(len(logprobs))
         if len(sizes) != 1:
             raise LedgerError(f"ids, mask, log-probabilities and versions have different lengths: {sorted(sizes)}")
+
+    def _check_ends(self, end_id: int) -> None:
+        """A sampled turn that something follows ends with `end_id` exactly once, whoever said it."""
+        for segment, following in itertools.pairwise(self._segments):
+            if segment.origin is not Origin.SAMPLED:
+                continue
+            sampled = len(segment.ids) > 0 and segment.ids[-1] == end_id
+            added = following.origin is Origin.BOUNDARY and following.ids[0] == end_id
+            if sampled == added:
+                raise LedgerError(
+                    f"turn {segment.turn}: the end-of-turn id {end_id} stands {'twice' if sampled else 'nowhere'}"
+                )

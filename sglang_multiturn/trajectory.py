@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_multiturn.errors import DataError
+from sglang_multiturn.errors import DataError, LedgerError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import Disposition, ErrorRecord, RequestState, StopReason, final_state
 from sglang_multiturn.schemas import Message
@@ -133,9 +133,17 @@ class Trajectory:
         """Short for `rewards.reward`."""
         return self.rewards.reward
 
-    def check(self) -> None:
-        """Prove the invariants of DESIGN §5.1 to §5.5 that one trajectory can show. Raises LedgerError."""
-        self.ledger.check()
+    def check(self, *, end_id: int | None = None) -> None:
+        """Prove the invariants that one trajectory can show; `end_id` is the template's end-of-turn id.
+
+        Raises:
+            LedgerError: the tokens are not what the engine saw and said.
+            DataError: state and stop_reason do not belong together.
+        """
+        try:
+            self.ledger.check(end_id=end_id)
+        except LedgerError as error:
+            raise LedgerError(f"request {self.request_id}: {error}") from error
         if final_state(self.stop_reason) is not self.state:
             raise DataError(f"request {self.request_id}: state {self.state} does not belong to {self.stop_reason}")
 

@@ -74,7 +74,7 @@ async def roll(
     engine = ScriptedEngine.playing(TEMPLATE, {"r": turns}, max_model_len=max_model_len)
     async with engine:
         trajectory = await run_one(spec(**changes), context(engine, tools, config, reward_fn, interaction))
-    trajectory.check()
+    trajectory.check(end_id=TEMPLATE.stop_token_ids[0])
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
     return trajectory
 

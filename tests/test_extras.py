@@ -22,8 +22,7 @@ def run_without(packages: list[str], code: str) -> subprocess.CompletedProcess[s
         (
             "transformers",
             "from sglang_multiturn import HFChatTemplate; HFChatTemplate.from_pretrained('some/model')",
-            "a model's chat template needs transformers, which is not installed: "
-            "pip install 'sglang_multiturn[chat]'",
+            "a model's chat template needs transformers, which is not installed: pip install 'sglang_multiturn[chat]'",
         ),
         (
             "sglang",

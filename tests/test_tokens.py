@@ -94,6 +94,19 @@ def test_check_finds_a_turn_that_was_given_other_tokens() -> None:
         ledger.check()
 
 
+def test_check_finds_an_end_token_that_stands_twice_or_nowhere() -> None:
+    ledger = two_turns()
+    ledger.check(end_id=99)
+    with pytest.raises(LedgerError, match="turn 0: the end-of-turn id 6 stands nowhere"):
+        ledger.check(end_id=6)
+    doubled = TokenLedger()
+    doubled.append_prompt([1])
+    doubled.append_sampled(sampled([5, 99], [-1.0, -1.0]), turn=0, given=[1])
+    doubled.append_observation([99, 7], origin=Origin.BOUNDARY, turn=0)
+    with pytest.raises(LedgerError, match="turn 0: the end-of-turn id 99 stands twice"):
+        doubled.check(end_id=99)
+
+
 def test_a_failed_append_leaves_no_record_behind() -> None:
     ledger = TokenLedger()
     ledger.append_prompt([1])

@@ -142,6 +142,7 @@ def say(run_dir: Path, steps: list[StepMetrics], summary: Summary) -> None:
         f"\nLook next at {shown}/reward.png, then at one conversation in {shown}/trajectories.jsonl; "
         "README.md says how to train on your own tools.",
         highlight=False,
+        soft_wrap=True,
     )
 
 

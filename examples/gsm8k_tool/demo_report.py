@@ -12,7 +12,7 @@ from typing import Any
 
 from demo_evaluate import Evaluation, logprob_diff_max
 
-from sglang_multiturn import RequestState, Trajectory
+from sglang_multiturn import HFChatTemplate, RequestState, Trajectory
 from sglang_multiturn.summary import RunSummary
 
 
@@ -104,10 +104,14 @@ def summarize(
 ) -> Summary:
     """Check every trajectory and sum up. Raises LedgerError or AssertionError on one that breaks an invariant."""
     total = RunSummary()
+    end_id = HFChatTemplate.from_pretrained(base_model).stop_token_ids[0]
+    seen: set[str] = set()
     calc_rewards = 0
     first_step: list[Trajectory] = []
     for trajectory in trajectories:
-        check_trajectory(trajectory)
+        check_trajectory(trajectory, end_id)
+        assert trajectory.request_id not in seen, f"{trajectory.request_id} has two trajectories"
+        seen.add(trajectory.request_id)
         total.add(trajectory)
         calc_rewards += len(trajectory.rewards.calc_rewards)
         if trajectory.turns and trajectory.turns[0].weight_version == 0:
@@ -133,9 +137,9 @@ def summarize(
     )
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """Tokens are the engine's own and have masks of their own; each tool instance was judged and released once."""
-    trajectory.check()
+def check_trajectory(trajectory: Trajectory, end_id: int) -> None:
+    """Tokens, masks and ends are the engine's own; each tool instance was judged and released once."""
+    trajectory.check(end_id=end_id)
     created = trajectory.metrics.tool_instances_created
     assert trajectory.metrics.tool_instances_released == created, trajectory.request_id
     if trajectory.state is RequestState.COMPLETED:
@@ -148,6 +152,7 @@ def draw(steps: Sequence[StepMetrics], evaluation: Evaluation, path: Path) -> No
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     panels = (
         ("reward", [step.reward_mean for step in steps], (0.0, 1.0)),
@@ -158,6 +163,7 @@ def draw(steps: Sequence[StepMetrics], evaluation: Evaluation, path: Path) -> No
     for axis, (title, values, limits) in zip(axes, panels, strict=True):
         axis.plot([step.step for step in steps], values, marker="o", markersize=3)
         axis.set(title=title, xlabel="training step", ylim=limits)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     for label, value in (("held-out, before", evaluation.before), ("held-out, after", evaluation.after)):
         axes[0].axhline(value, linestyle="--", linewidth=1, color="gray")
