@@ -56,7 +56,9 @@ def rollout(
     data: Annotated[Path, typer.Option(help="Rows as .jsonl or .parquet: verl's shape, or {'messages': [...]}.")],
     out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and summary.json.")],
     model: Annotated[str | None, typer.Option(help="Model folder or hub name; not needed by a scripted run.")] = None,
-    tools: Annotated[Path | None, typer.Option(help="Tool YAML, or the name of a shipped one: calculator, gsm8k.")] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="Tool YAML, or the name of a shipped one: calculator, gsm8k.")
+    ] = None,
     engine: Annotated[EngineName, typer.Option(help="'scripted' is a dry run without a model.")] = EngineName.SGLANG,
     script: Annotated[
         str, typer.Option(help="Scripted only: calls:N, gsm8k, or file.py:function (RequestSpec -> turns).")
