@@ -19,7 +19,7 @@ from typing import Any
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.errors import InvalidTransitionError
 from sglang_multiturn.metrics import RolloutMetrics
-from sglang_multiturn.schemas import Message
+from sglang_multiturn.schemas import Message, plain_text
 from sglang_multiturn.tokens import TokenLedger
 
 
@@ -192,8 +192,8 @@ class ErrorRecord:
         cause = error.__cause__ or error.__context__
         return cls(
             type=type(error).__name__,
-            message=str(error)[:2000],
-            cause=None if cause is None else f"{type(cause).__name__}: {cause}"[:2000],
+            message=plain_text(str(error)[:2000]),
+            cause=None if cause is None else plain_text(f"{type(cause).__name__}: {cause}"[:2000]),
         )
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import inspect
-import json
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from sglang_multiturn.config import RolloutConfig, closest
 from sglang_multiturn.errors import ConfigError, RewardError
+from sglang_multiturn.loading import load_function
+from sglang_multiturn.schemas import plain_json
 from sglang_multiturn.tools.builtin.gsm8k import gsm8k_answer, same_number
 from sglang_multiturn.trajectory import Rewards
 
@@ -51,17 +50,7 @@ def load_reward_fn(path: str, name: str | None = None, kwargs: Mapping[str, Any]
     name = name or "compute_score"
     if not path.endswith(".py"):
         raise ConfigError(f"reward {path!r} is no builtin and no .py file{closest(path, BUILTIN_REWARDS)}")
-    if not Path(path).is_file():
-        raise ConfigError(f"reward file {path!r} does not exist")
-    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    assert spec is not None
-    assert spec.loader is not None  # a .py file always has one
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(f"reward file {path!r} has no function {name!r}{closest(name, functions)}")
+    function = load_function(path, name, what="reward")
     return functools.partial(function, **(kwargs or {}))
 
 
@@ -105,7 +94,8 @@ def _score_of(result: Any) -> tuple[float, dict[str, Any]]:
     if isinstance(result, Mapping):
         if "score" not in result:
             raise RewardError(f"the reward function returned a dict without 'score': {sorted(map(str, result))}")
-        extra = json.loads(json.dumps({k: v for k, v in result.items() if k != "score"}, default=_plain))
+        kept = plain_json({key: value for key, value in result.items() if key != "score"})
+        extra = kept if isinstance(kept, dict) else {"unreadable": kept}
         result = result["score"]
     try:
         score = float(result)
@@ -114,11 +104,6 @@ def _score_of(result: Any) -> tuple[float, dict[str, Any]]:
     if not math.isfinite(score):
         raise RewardError(f"the reward function returned {score}; a finite number is needed")
     return score, extra
-
-
-def _plain(value: Any) -> Any:
-    """NumPy scalars and the like as plain numbers, anything else as text."""
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def combine(

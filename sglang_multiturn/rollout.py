@@ -62,7 +62,7 @@ class _Turn:
 
 
 class Rollout:
-    """One conversation. `run` once; `abort` from anywhere in the same event loop."""
+    """One conversation. `run` once; `abort` at any time from the same event loop."""
 
     def __init__(self, spec: RequestSpec, context: RolloutContext) -> None:
         self.request = AsyncRolloutRequest(spec)
@@ -76,9 +76,12 @@ class Rollout:
         self._abort_requested = False
 
     def abort(self) -> None:
-        """End this conversation as `aborted`, wherever it is; its generation is aborted and acknowledged first."""
+        """End this conversation as `aborted`; its generation is aborted and acknowledged first.
+
+        One that has ended already and is being scored keeps its own stop_reason.
+        """
         self._abort_requested = True
-        if self._clock is not None and not self.request.is_final:
+        if self._clock is not None:
             self._clock.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> Trajectory:
@@ -91,9 +94,10 @@ class Rollout:
                 stop_reason = await self._converse_in_time()
                 if stop_reason is not StopReason.ABORTED:
                     rewards = await self._judge(stop_reason)
-        except asyncio.CancelledError:
-            raise
-        except (Exception, SystemExit) as caught:  # noqa: BLE001 - the one boundary: a bad rollout is data
+        except (Exception, SystemExit, asyncio.CancelledError) as caught:  # the one boundary: a bad rollout is data
+            task = asyncio.current_task()
+            if isinstance(caught, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
             logger.warning("request %s failed: %r", self._spec.request_id, caught)
             stop_reason, error, rewards = StopReason.ERROR, caught, Rewards()
         self.request.finish(stop_reason, error)
@@ -101,17 +105,19 @@ class Rollout:
         return self._trajectory(stop_reason, rewards)
 
     async def _converse_in_time(self) -> StopReason:
+        clock = asyncio.timeout(self._config.rollout_timeout_s)
         try:
-            async with asyncio.timeout(self._config.rollout_timeout_s) as self._clock:
-                if self._abort_requested:
-                    return StopReason.ABORTED
-                return await self._converse()
+            async with clock:
+                self._clock = clock
+                return StopReason.ABORTED if self._abort_requested else await self._converse()
         except TimeoutError:
             if self._abort_requested:
                 return StopReason.ABORTED
-            if self._clock is not None and self._clock.expired():
+            if clock.expired():
                 return StopReason.TIMEOUT
             raise
+        finally:
+            self._clock = None
 
     async def _converse(self) -> StopReason:
         handlers: Mapping[RequestState, Callable[[], Awaitable[RequestState | StopReason]]] = {

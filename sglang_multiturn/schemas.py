@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -84,3 +85,24 @@ class Message(BaseModel):
         if isinstance(self.content, list):
             return "".join(str(part.get("text", "")) for part in self.content)
         return self.content or ""
+
+
+def plain_text(text: str) -> str:
+    """Text that can be encoded: lone surrogates, which JSON escapes and careless tools produce, become `?`."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def plain_json(value: Any) -> Any:
+    """What other people's code returned, as JSON that can be written and read again.
+
+    Numbers of NumPy and the like become plain ones, what JSON does not know becomes text, and a value that is circular,
+    too deep or no valid text becomes its `repr`.
+    """
+    try:
+        return pydantic_core.from_json(pydantic_core.to_json(value, fallback=_plain, inf_nan_mode="strings"))
+    except ValueError:
+        return repr(value)[:1000].encode("ascii", errors="backslashreplace").decode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)

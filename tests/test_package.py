@@ -20,6 +20,7 @@ LAYERS = {
     "tokens": 1,
     "request": 1,
     "config": 1,
+    "loading": 1,
     "trajectory": 1,
     "chat.template": 1,
     "chat.byte_chatml": 1,

@@ -268,8 +268,10 @@ async def test_a_tools_own_error_and_its_timeout_go_to_the_model() -> None:
     ("tool", "type_", "said"),
     [
         (FailingTool(RuntimeError("boom")), "RuntimeError", "boom"),
-        (FailingTool(SystemExit(3)), "ToolContractError", "echo.execute called sys.exit(3)"),
+        (FailingTool(SystemExit(3)), "ToolContractError", "echo.execute raised SystemExit: 3"),
         (FailingTool(RecursionError("deep")), "RecursionError", "deep"),
+        (FailingTool(GeneratorExit("odd")), "ToolContractError", "echo.execute raised GeneratorExit: odd"),
+        (FailingTool(RuntimeError("\ud800")), "RuntimeError", "?"),
         (FailingTool(asyncio.CancelledError()), "ToolContractError", "raised CancelledError though nobody cancelled"),
         (FailingTool(TimeoutError("its own")), "TimeoutError", "its own"),
         (AnsweringTool((object(), 0.0, {})), "ToolContractError", "must return text or a ToolResponse, got object"),
@@ -294,7 +296,19 @@ async def test_anything_else_fails_this_rollout_with_its_cause(tool: RecordingTo
 
 async def test_metrics_that_are_no_json_are_kept_as_text() -> None:
     trajectory = await roll([call("echo"), "done"], [AnsweringTool(("x", 0.0, {"when": complex(1, 2)}))])
-    assert trajectory.tool_calls[0].metrics == {"when": "(1+2j)"}
+    assert trajectory.tool_calls[0].metrics == {"when": "1+2j"}
+    circular: dict[str, Any] = {}
+    circular["self"] = circular
+    trajectory = await roll([call("echo"), "done"], [AnsweringTool(("x", 0.0, circular))])
+    assert trajectory.tool_calls[0].metrics == {"unreadable": "{'self': {'self': {...}}}"}
+
+
+async def test_text_that_cannot_be_encoded_harms_nothing() -> None:
+    odd = '<tool_call>\n{"name": "echo", "arguments": {"x": "\\ud800"}}\n</tool_call>'
+    deep = '<tool_call>\n{"name": "echo", "arguments": {"x": ' + "[" * 400 + "]" * 400 + "}}\n</tool_call>"
+    trajectory = await roll([odd, deep, call("echo"), "done"], [AnsweringTool("a\ud800b")])
+    assert [r.outcome for r in trajectory.tool_calls] == [CallOutcome.MALFORMED, CallOutcome.MALFORMED, CallOutcome.OK]
+    assert trajectory.tool_calls[2].answer == "a?b"
 
 
 async def test_a_long_answer_is_cut_marked_and_counted() -> None:
@@ -425,6 +439,34 @@ async def test_abort_from_outside_while_generating_and_while_a_tool_works() -> N
         assert (trajectory.state, trajectory.stop_reason) == (ABORTED, StopReason.ABORTED)
     assert first.response_ids == text("ab")
     assert hanging.verbs == ["create", "execute", "release"]
+
+
+async def test_an_abort_that_comes_while_a_rollout_is_scored_changes_nothing() -> None:
+    scoring, go_on = asyncio.Event(), asyncio.Event()
+
+    async def score(**_: Any) -> float:
+        scoring.set()
+        await go_on.wait()
+        return 1.0
+
+    async with ScriptedEngine.playing(TEMPLATE, {"r": ["x"]}) as engine, asyncio.TaskGroup() as group:
+        rollout = Rollout(spec(), context(engine, reward_fn=score))
+        task = group.create_task(rollout.run())
+        await scoring.wait()
+        rollout.abort()
+        go_on.set()
+        trajectory = await task
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ANSWERED, 1.0)
+
+
+async def test_a_user_that_raises_cancellation_by_itself_fails_its_own_rollout() -> None:
+    class Odd:
+        async def respond(self, request_id: str, messages: Any) -> Observation | Done:
+            raise asyncio.CancelledError
+
+    trajectory = await roll(["x"], interaction=Odd())
+    assert trajectory.error is not None
+    assert (trajectory.state, trajectory.error.type) == (FAILED, "CancelledError")
 
 
 async def test_cancellation_passes_through_and_still_releases() -> None:

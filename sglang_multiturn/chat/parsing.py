@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import pydantic_core
+
 from sglang_multiturn.schemas import ToolSchema
 
 MAX_CALL_CHARS = 100_000
@@ -117,7 +119,18 @@ def check_call(value: Any) -> ParsedCall | BrokenCall:
             return BrokenCall(reason='"arguments" must be a JSON object, not a string.', name=name)
     if not isinstance(arguments, dict):
         return BrokenCall(reason=f'"arguments" must be a JSON object, not {type(arguments).__name__}.', name=name)
+    if not _is_writable(value):
+        return BrokenCall(reason="The tool call is nested too deeply or holds invalid characters.")
     return ParsedCall(name=name, arguments=arguments)
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether a decoded call can be written as JSON again: not too deep, and without lone surrogates."""
+    try:
+        pydantic_core.to_json(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _refuse_constant(constant: str) -> NoReturn:

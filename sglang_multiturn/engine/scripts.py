@@ -6,11 +6,9 @@ a text, a `ScriptedTurn`, or a function that is given the conversation so far as
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from sglang_multiturn.chat.template import ChatTemplate
@@ -18,6 +16,7 @@ from sglang_multiturn.config import closest
 from sglang_multiturn.engine.base import GenerationId
 from sglang_multiturn.engine.scripted import ScriptedTurn
 from sglang_multiturn.errors import ConfigError, EngineError
+from sglang_multiturn.loading import load_function
 from sglang_multiturn.request import RequestSpec
 from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.builtin.gsm8k import same_number
@@ -123,14 +122,4 @@ def load_plan(name: str, schemas: Sequence[ToolSchema]) -> Plan:
     file, _, function = name.rpartition(":")
     if not file.endswith(".py"):
         raise ConfigError(f"script {name!r} is unknown{closest(name, ['calls:4', 'gsm8k', 'my_script.py:plan'])}")
-    if not Path(file).is_file():
-        raise ConfigError(f"script file {file!r} does not exist")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None
-    assert spec.loader is not None  # a .py file always has one
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    plan = getattr(module, function, None)
-    if not callable(plan):
-        raise ConfigError(f"script file {file!r} has no function {function!r}")
-    return plan  # type: ignore[no-any-return]
+    return load_function(file, function, what="script")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import json
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from sglang_multiturn.config import RolloutConfig, closest
 from sglang_multiturn.errors import ToolContractError, ToolError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import RequestSpec, ToolKwargs
+from sglang_multiturn.schemas import plain_json, plain_text
 from sglang_multiturn.tools.base import Tool, ToolResponse
 from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.trajectory import CallOutcome, ToolCallRecord
@@ -112,9 +112,9 @@ class ToolSession:
         try:
             answer = await self._run(numbered, call, turn)
         except ToolError as error:
-            answer = self._refuse(numbered, turn, CallOutcome.TOOL_ERROR, f"Error: {error}")
+            answer = self._refuse(numbered, turn, CallOutcome.TOOL_ERROR, f"Error: {plain_text(str(error))}")
         except _ToolTimeout as error:
-            answer = self._refuse(numbered, turn, CallOutcome.TIMEOUT, f"Error: {error}")
+            answer = self._refuse(numbered, turn, CallOutcome.TIMEOUT, f"Error: {plain_text(str(error))}")
         self._metrics.tool_s += time.monotonic() - started
         return answer
 
@@ -178,7 +178,7 @@ class ToolSession:
             self._metrics.tool_instances_released += 1
 
     async def _timed(self, what: str, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Await a tool's coroutine under `tool_timeout_s`, and turn SystemExit into an error asyncio survives."""
+        """Await a tool's coroutine under `tool_timeout_s`; whatever it raises leaves as an error asyncio survives."""
         limit = self._config.tool_timeout_s
         try:
             async with asyncio.timeout(limit) as clock:
@@ -187,13 +187,16 @@ class ToolSession:
             if clock.expired():
                 raise _ToolTimeout(f"the tool did not answer within {limit:g} seconds") from error
             raise
-        except SystemExit as error:
-            raise ToolContractError(f"{what} called sys.exit({error.code!r})") from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling() == 0:
                 raise ToolContractError(f"{what} raised CancelledError though nobody cancelled it") from error
             raise
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            # SystemExit and its like: a task that raises one takes the whole event loop along.
+            raise ToolContractError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _tool(self, name: str) -> Tool:
         tool = self._registry.get(name)
@@ -229,13 +232,14 @@ def _unpack(result: Any, what: str) -> tuple[Any, float, dict[str, Any]]:
     metrics = result[2] if len(result) > 2 else {}
     if not isinstance(metrics, Mapping):
         raise ToolContractError(f"{what} must return its metrics as a dict, got {type(metrics).__name__}")
-    return response, reward, json.loads(json.dumps(dict(metrics), default=str))
+    kept = plain_json(dict(metrics))
+    return response, reward, kept if isinstance(kept, dict) else {"unreadable": kept}
 
 
 def _text_of(response: Any, what: str) -> str:
     """Text of a str, our ToolResponse or verl's. Raises ToolContractError for anything else, media included."""
     if isinstance(response, str):
-        return response
+        return plain_text(response)
     if getattr(response, "image", None) or getattr(response, "video", None):
         raise ToolContractError(f"{what} returned an image or video; only text is supported in this version")
     text = getattr(response, "text", response)
@@ -243,7 +247,7 @@ def _text_of(response: Any, what: str) -> str:
         return ""
     if not isinstance(text, str):
         raise ToolContractError(f"{what} must return text or a ToolResponse, got {type(response).__name__}")
-    return text
+    return plain_text(text)
 
 
 def _number(value: Any, what: str) -> float:
