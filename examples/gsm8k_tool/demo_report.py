@@ -165,9 +165,9 @@ def draw(steps: Sequence[StepMetrics], evaluation: Evaluation, path: Path) -> No
         axis.set(title=title, xlabel="training step", ylim=limits)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    for label, value in (("held-out, before", evaluation.before), ("held-out, after", evaluation.after)):
-        axes[0].axhline(value, linestyle="--", linewidth=1, color="gray")
-        axes[0].annotate(f"{label} {value:.2f}", (steps[-1].step, value), ha="right", va="bottom", fontsize=8)
+    for style, label, value in ((":", "before", evaluation.before), ("--", "after", evaluation.after)):
+        axes[0].axhline(value, linestyle=style, linewidth=1, color="gray", label=f"held-out, {label}: {value:.2f}")
+    axes[0].legend(loc="lower right", fontsize=8)
     figure.suptitle("A tiny model learns to use a calculator (verl GRPO, SGLang rollouts)")
     figure.savefig(path, dpi=120)
     plt.close(figure)
