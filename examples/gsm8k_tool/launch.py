@@ -116,6 +116,9 @@ def _actor(*, seed: int) -> list[str]:
     return [
         "actor_rollout_ref.actor.strategy=fsdp2",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
+        # High enough to learn in thirty steps, and low in the end, where it would only add noise.
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP}",
         # V1 fills a step up to whole mini-batches (trainer_base.py:1589), however many conversations were dropped.
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
