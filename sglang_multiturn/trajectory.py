@@ -163,9 +163,9 @@ class Trajectory:
 _ADAPTER = TypeAdapter(Trajectory)
 
 
-def read_trajectories(path: Path) -> Iterator[Trajectory]:
+def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
     """Every trajectory of a JSONL file. Raises DataError with file and line."""
-    with path.open(encoding="utf-8") as lines:
+    with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield Trajectory.from_json(line)
