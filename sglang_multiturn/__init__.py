@@ -20,7 +20,7 @@ _HOMES = {
     "FinishReason": "sglang_multiturn.engine.base",
     "Generation": "sglang_multiturn.engine.base",
     "GenerationId": "sglang_multiturn.engine.base",
-    "HFChatTemplate": "sglang_multiturn.chat.template",
+    "HFChatTemplate": "sglang_multiturn.chat.hf_template",
     "Message": "sglang_multiturn.schemas",
     "RequestSpec": "sglang_multiturn.request",
     "RequestState": "sglang_multiturn.request",
@@ -46,7 +46,7 @@ __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from sglang_multiturn.chat.byte_chatml import ByteChatML
-    from sglang_multiturn.chat.template import HFChatTemplate
+    from sglang_multiturn.chat.hf_template import HFChatTemplate
     from sglang_multiturn.config import RolloutConfig
     from sglang_multiturn.engine.base import Engine, FinishReason, Generation, GenerationId, SamplingParams
     from sglang_multiturn.engine.scripted import ScriptedEngine, ScriptedTurn

@@ -160,7 +160,7 @@ def _prepare_out(out: Path, overwrite: bool) -> Path:
 
 def _template(model: str | None, engine: EngineName) -> ChatTemplate:
     if model is not None:
-        from sglang_multiturn.chat.template import HFChatTemplate
+        from sglang_multiturn.chat.hf_template import HFChatTemplate
 
         return HFChatTemplate.from_pretrained(model)
     if engine is EngineName.SGLANG:

@@ -23,6 +23,7 @@ LAYERS = {
     "loading": 1,
     "trajectory": 1,
     "chat.template": 1,
+    "chat.hf_template": 1,
     "chat.byte_chatml": 1,
     "chat.truncation": 1,
     "chat.parsing": 1,

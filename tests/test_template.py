@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_multiturn.chat.byte_chatml import IM_END, IM_START, ByteChatML
-from sglang_multiturn.chat.template import ChatTemplate, HFChatTemplate
+from sglang_multiturn.chat.hf_template import HFChatTemplate
+from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.chat.truncation import cut_text
 from sglang_multiturn.errors import ConfigError, TemplateError
 from sglang_multiturn.schemas import FunctionSchema, Message, ToolSchema

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from sglang_multiturn.chat.template import DeltaPiece
-from sglang_multiturn.schemas import Message, ToolSchema
+from sglang_multiturn.schemas import Message, Role, ToolSchema
 from sglang_multiturn.tokens import Origin
 
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
@@ -22,7 +22,19 @@ class ByteChatML:
 
     tool_call_format: str | None = "hermes"
     stop_token_ids: tuple[int, ...] = (IM_END, END_OF_TEXT)
+    end_ids: frozenset[int] = frozenset({IM_END})
+    control_ids: frozenset[int] = frozenset(_CONTROL_TEXT)
     vocab_size: int = 259
+    source: str = ""
+    generation_prompt: str = "<|im_start|>assistant\n"
+
+    def refusal(self, role: Role) -> str | None:
+        """None: messages of every role can be appended."""
+        return None
+
+    def keeps_history(self, role: Role) -> bool:
+        """True: earlier turns are never rendered otherwise."""
+        return True
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """Ids of a conversation up to and with the generation prompt."""

@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from sglang_multiturn.chat.parsers import make_parser
-from sglang_multiturn.chat.template import HFChatTemplate
+from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.errors import DataError, SglangMultiturnError
 from sglang_multiturn.journal import JournalWriter

@@ -19,7 +19,7 @@ from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_multiturn.chat.template import HFChatTemplate
+from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.engine.base import GenerationId, SamplingParams
 from sglang_multiturn.engine.scripted import Script, ScriptedEngine, ScriptedTurn
 from sglang_multiturn.tools.base import BaseTool
