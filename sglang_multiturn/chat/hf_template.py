@@ -1,61 +1,65 @@
-"""Prompt ids, and the ids of messages appended later, from the model's own chat template.
+"""A Hugging Face model's own chat template: prompt ids, and the ids of messages appended later, proved.
 
-A conversation is rendered once, when it starts. What is appended later is a *delta*: the text the template would put
-after the assistant's last word, tokenised alone. For that the template is rendered once per pattern of roles with
-place-holders, which gives a frame into which the real contents go; `prove` shows on load that this is what the
-template does, and refuses a model for which it is not.
+A prompt is rendered by the template. What is appended is put into a frame (`frames`), made once for each pattern of
+roles; no turn renders the conversation again. Where a template changes what tools say (quotes it as JSON, trims it),
+that one message is rendered alone to see what it becomes. When a model is loaded, `prove` shows that frames are what
+the template itself would render, and what cannot be shown is refused with the reason.
 
-What tools and users say never becomes a control token: where it holds the text of one (`<|im_end|>`), that text is
-encoded in pieces that cannot match it.
+What tools and users say never becomes a control token, in prompts and in deltas (`encoding`).
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_multiturn.chat.dialect import find_dialect
+from sglang_multiturn.chat.encoding import ControlToken, TextEncoder
+from sglang_multiturn.chat.formats import detect_format
+from sglang_multiturn.chat.frames import (
+    QUESTION,
+    Alone,
+    Frame,
+    Run,
+    Shown,
+    Slot,
+    make_frame,
+    opening,
+    placeholder,
+    render_after,
+)
 from sglang_multiturn.chat.template import DeltaPiece
 from sglang_multiturn.errors import ConfigError, MissingDependencyError, TemplateError
 from sglang_multiturn.schemas import Message, Role, ToolSchema
 from sglang_multiturn.tokens import Origin
 
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where the content of an appended message goes."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Plain text and slots between two control tokens; encoded as one, so that tokens merge across a content's edges."""
-
-    parts: tuple[str | _Slot, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """What the template puts after an assistant's last word, for one pattern of roles."""
-
-    text: tuple[str, ...]
-    """Cut at the slots; one more than there are messages. The first begins with the end-of-turn token."""
-    steps: tuple[list[int] | _Run, ...]
-    """The same as ids of what never changes, and runs around slots."""
-
-
-_ANSWER = "\ue000answer\ue001"
-_PROBE = 'a "quoted" word, <b>tag</b>, 12 + 7,\nnew line, é, 猫'
-
-
-def _slot(index: int) -> str:
-    return f"\ue000{index}\ue001"
+_APPENDABLE: tuple[Role, ...] = ("tool", "user")
+_PLAIN_ROLES = ("tool", "user")
+"""Whose words are not trusted with control tokens."""
+_PROBES = (
+    'a "quoted" word, <b>tag</b>, 12 + 7,\nnew line, é, 猫',
+    "\n leading and trailing \n",
+    '{"json": [1, "x", null]}',
+    "back\\slash 'single' {{ braces }}",
+    "17",
+    "<think>x</think>y",
+    "",
+)
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Probes.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
+    },
+}
 
 
 class HFChatTemplate:
@@ -76,31 +80,30 @@ class HFChatTemplate:
             chat_template_kwargs: handed to every rendering (`enable_thinking=False`, ...).
 
         Raises:
-            TemplateError: the template is missing, or is not append-only in the way deltas need.
+            TemplateError: there is no template, or nothing can be appended to what it renders.
         """
         self.tokenizer = tokenizer
+        self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         self._kwargs = dict(chat_template_kwargs or {})
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        self._name = str(name)
         if not getattr(tokenizer, "is_fast", False):
-            raise TemplateError(f"{self._name}: a fast tokenizer is needed, got {type(tokenizer).__name__}")
-        if not getattr(tokenizer, "chat_template", None):
-            raise TemplateError(f"{self._name}: the tokenizer has no chat template; this package needs a chat model")
-        # A copy: transformers keeps truncation and padding of other callers' last call in the backend.
-        self._fast = copy.deepcopy(tokenizer.backend_tokenizer)
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        self._vocab_size = len(tokenizer)
-        added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
-        self._added_ids: dict[str, int] = added
-        longest_first = sorted(added, key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, longest_first))) if added else None
-        self._frames: dict[tuple[Role, ...], _Frame] = {}
-        self._end_text = self._find_end_text()
-        end_id = added[self._end_text]
-        extra = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-        self._stop_token_ids = tuple(dict.fromkeys([end_id, *extra, *stop_token_ids]))
-        self.prove()
+            raise TemplateError(f"{self.name}: a fast tokenizer is needed, got {type(tokenizer).__name__}")
+        if not isinstance(getattr(tokenizer, "chat_template", None), str):
+            raise TemplateError(f"{self.name}: the tokenizer has no chat template; this package needs a chat model")
+        self.encoder = TextEncoder(tokenizer)
+        self.dialect = find_dialect(self.render)
+        self._frames: dict[tuple[Role, ...], Frame] = {}
+        self._alone: dict[Role, Alone] = {}
+        self._verbatim: dict[Role, bool] = {}
+        self._keeps: dict[Role, bool] = {}
+        eos = tokenizer.eos_token_id
+        self._own_stops = tuple(dict.fromkeys([*([] if eos is None else [eos]), *stop_token_ids]))
+        self._refusals: dict[Role, str] = {}
+        for role in _APPENDABLE:
+            if (reason := self._refuse(role)) is not None:
+                self._refusals[role] = reason
+        if len(self._refusals) == len(_APPENDABLE):
+            raise TemplateError("; ".join(self._refusals.values()))
+        self._stop_token_ids = self._find_stops()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None) -> HFChatTemplate:
@@ -121,62 +124,79 @@ class HFChatTemplate:
             raise ConfigError(f"model {str(path)!r} has no tokenizer that can be loaded: {error}") from error
         return cls(tokenizer, stop_token_ids=_generation_eos(path), chat_template_kwargs=chat_template_kwargs)
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn; the template's own comes first."""
-        return self._stop_token_ids
+    # What a template is
 
     @property
     def source(self) -> str:
-        """The Jinja text."""
+        """The template's own text."""
         return str(self.tokenizer.chat_template)
 
     @property
     def generation_prompt(self) -> str:
-        """Text right before an assistant's words."""
-        return "<|im_start|>assistant\n"
+        """The text right before an assistant's words."""
+        asked, asking = (list(self.encoder.split(self.render([QUESTION], generation_prompt=g))) for g in (False, True))
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, asking, strict=False)))
+        return "".join(piece if isinstance(piece, str) else piece.text for piece in asking[same:])
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an assistant turn; the one the template puts after an answer comes first."""
+        return self._stop_token_ids
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The template's own ends."""
-        return frozenset(self._stop_token_ids[:1])
+        """The template's own ends of an assistant turn."""
+        return frozenset(frame.end_id for frame in self._frames.values())
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Added tokens."""
-        return frozenset(self._added_ids.values())
-
-    def refusal(self, role: Role) -> str | None:
-        """None."""
-        return None
-
-    def keeps_history(self, role: Role) -> bool:
-        """True."""
-        return True
+        """Ids of the tokenizer's added tokens."""
+        return self.encoder.control_ids
 
     @property
     def vocab_size(self) -> int:
         """Ids are below this (the model's embedding may be larger)."""
-        return self._vocab_size
+        return len(self.tokenizer)
 
     @property
     def tool_call_format(self) -> str | None:
-        """`hermes` for templates that show calls as JSON between `<tool_call>` tags."""
-        text = str(self.tokenizer.chat_template)
-        return "hermes" if "<tool_call>" in text and "<function=" not in text else None
+        """The parser whose format the template shows."""
+        return detect_format(self.source)
+
+    def refusal(self, role: Role) -> str | None:
+        """Why messages of a role cannot be appended; None when they can."""
+        if role not in _APPENDABLE:
+            return f"{self.name}: only tools and users speak after an assistant, not {role!r}"
+        return self._refusals.get(role)
+
+    def keeps_history(self, role: Role) -> bool:
+        """Whether earlier turns are still rendered as they were sampled once a message of `role` follows."""
+        if role not in self._keeps:
+            self._keeps[role] = self.refusal(role) is None and self._find_keeping(role)
+        return self._keeps[role]
+
+    # What a conversation asks of it
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """Ids of a conversation up to and with the generation prompt. Raises TemplateError."""
-        text = self._render([m.for_template() for m in messages], [t.for_template() for t in tools])
-        return list(self._encode(text).ids)
+        shown = [tool.for_template() for tool in tools]
+        said = [message.text for message in messages if message.role in _PLAIN_ROLES]
+        if not any(map(self.encoder.holds_control, said)):
+            return self.encoder.encode_rendering(self.render([self.dialect.spell(m) for m in messages], shown))
+        mark = self.encoder.unused_mark([message.text for message in messages])
+        apart = [self._taken_apart(message, mark) if message.role in _PLAIN_ROLES else message for message in messages]
+        return self.encoder.encode_marked(self.render([self.dialect.spell(m) for m in apart], shown), mark)
 
     def encode_delta(self, messages: Sequence[Message], *, last_id: int | None) -> list[DeltaPiece]:
         """What follows an assistant turn; see `ChatTemplate.encode_delta`."""
+        if refusal := next(filter(None, (self.refusal(message.role) for message in messages)), None):
+            raise TemplateError(refusal)
         frame = self._frame(tuple(message.role for message in messages))
+        shown = self._fill(frame, messages)
         owned: list[tuple[int, int | None]] = []
         for step in frame.steps:
-            owned += self._encode_run(step, messages) if isinstance(step, _Run) else [(token, None) for token in step]
-        if last_id == self._stop_token_ids[0]:
+            owned += self._encode_run(step, shown) if isinstance(step, Run) else [(step, None)]
+        if last_id == frame.end_id:
             del owned[0]
         pieces = itertools.groupby(owned, key=lambda token: token[1])
         return [_piece([token for token, _ in tokens], index, messages) for index, tokens in pieces]
@@ -188,124 +208,145 @@ class HFChatTemplate:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, in which nothing becomes a control token."""
-        return [token for _, piece in self._without_added(text, 0) for token in self._encode(piece).ids]
+        return [token.id for token in self.encoder.encode_plain(text)]
 
-    def prove(self) -> None:
-        """Show on small conversations that deltas are what the template itself would render.
-
-        Raises:
-            TemplateError: saying which property fails.
-        """
-        question: dict[str, Any] = {"role": "user", "content": "question"}
-        call = {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
-        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for count in (1, 2):
-            answers = [Message(role="tool", content=f"{_PROBE} {i}") for i in range(count)]
-            text = self._frame(tuple(message.role for message in answers)).text
-            delta = text[0] + "".join(m.text + part for m, part in zip(answers, text[1:], strict=True))
-            whole = self._render([question, asked, *(m.for_template() for m in answers)], [])
-            if not whole.endswith(delta):
-                raise TemplateError(
-                    f"{self._name}: the template changes what tools say or does not append it "
-                    f"({count} tool message(s)); such templates are not supported yet"
-                )
-            pieces = self.encode_delta(answers, last_id=None)
-            if [i for piece in pieces for i in piece.ids] != self.tokenizer.encode(delta, add_special_tokens=False):
-                raise TemplateError(f"{self._name}: appended messages would be tokenised otherwise than alone")
-
-    # Rendering and frames
-
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """A conversation as the template writes it. Raises TemplateError when the template refuses."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self._kwargs
+                    list(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=generation_prompt,
+                    tokenize=False,
+                    **self._kwargs,
                 )
             )
         except Exception as error:  # jinja templates raise anything, TypeError included
-            raise TemplateError(f"{self._name}: the chat template refused the conversation: {error}") from error
+            raise TemplateError(f"{self.name}: the chat template refused the conversation: {error}") from error
 
-    def _frame(self, roles: tuple[Role, ...]) -> _Frame:
+    # Frames and what fills them
+
+    def _frame(self, roles: tuple[Role, ...]) -> Frame:
         if roles not in self._frames:
-            appended = [{"role": role, "content": _slot(i)} for i, role in enumerate(roles)]
-            before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-            text = self._render(before + appended, [])
-            if text.count(_ANSWER) != 1 or any(text.count(_slot(i)) != 1 for i in range(len(roles))):
-                raise TemplateError(f"{self._name}: the template drops or repeats messages of roles {list(roles)}")
-            rest = text.partition(_ANSWER)[2]
-            parts = tuple(re.split("|".join(re.escape(_slot(i)) for i in range(len(roles))), rest))
-            self._frames[roles] = _Frame(parts, tuple(self._compile(parts)))
+            try:
+                self._frames[roles] = make_frame(roles, self.render, self.encoder, self.dialect, self._own_stops)
+            except TemplateError as error:
+                raise TemplateError(f"{self.name}: {str(error).removeprefix(f'{self.name}: ')}") from error
         return self._frames[roles]
 
-    def _compile(self, parts: Sequence[str]) -> Iterator[list[int] | _Run]:
-        """Cut template text at its control tokens, as the tokenizer would, and encode what holds no slot."""
-        run: list[str | _Slot] = []
-        for index, part in enumerate(parts):
-            position = 0
-            for match in self._added.finditer(part) if self._added else ():
-                yield self._settle([*run, part[position : match.start()]])
-                yield [self._added_ids[match.group()]]
-                run, position = [], match.end()
-            run.append(part[position:])
-            if index + 1 < len(parts):
-                run.append(_Slot(index))
-        yield self._settle(run)
+    def _fill(self, frame: Frame, messages: Sequence[Message]) -> dict[Slot, str]:
+        shown: dict[Slot, str] = {}
+        for slot in (part for part in frame.parts if isinstance(part, Slot)):
+            message = messages[slot.index]
+            if slot.shown is Shown.CONTENT:
+                shown[slot] = self._shown(message.role, message.text)
+            else:
+                shown[slot] = (message.name if slot.shown is Shown.NAME else message.tool_call_id) or "unknown"
+        return shown
 
-    def _settle(self, run: Sequence[str | _Slot]) -> list[int] | _Run:
-        plain = [part for part in run if isinstance(part, str)]
-        return self.encode_text("".join(plain)) if len(plain) == len(run) else _Run(tuple(run))
+    def _shown(self, role: Role, text: str) -> str:
+        """What the template makes of a message's text: mostly the text itself, else it is rendered alone."""
+        return text if self._verbatim.get(role, False) else self._alone[role].shown(text)
 
-    def _find_end_text(self) -> str:
-        closing = self._frame(("tool",)).text[0]
-        match = self._added.match(closing) if self._added else None
-        if match is None:
-            raise TemplateError(
-                f"{self._name}: the template puts {closing[:40]!r} after an assistant turn, which begins with no "
-                "special token; such templates are not supported yet"
-            )
-        return match.group()
+    def _taken_apart(self, message: Message, mark: str) -> Message:
+        content: Any = message.content
+        if isinstance(content, list):
+            content = [
+                {**part, "text": self.encoder.take_apart(part["text"], mark)} if "text" in part else part
+                for part in content
+            ]
+        elif content is not None:
+            content = self.encoder.take_apart(content, mark)
+        return message.model_copy(update={"content": content})
 
-    # Encoding
-
-    def _encode_run(self, run: _Run, messages: Sequence[Message]) -> list[tuple[int, int | None]]:
+    def _encode_run(self, run: Run, shown: Mapping[Slot, str]) -> list[tuple[int, int | None]]:
         """Ids of a run with whose content they are; a token that holds any character of a content belongs to it."""
         text = ""
         contents: list[tuple[int, int, int]] = []
         for part in run.parts:
-            if isinstance(part, _Slot):
-                said = messages[part.index].text
+            said = part if isinstance(part, str) else shown[part]
+            if isinstance(part, Slot) and part.shown is Shown.CONTENT:
                 contents.append((len(text), len(text) + len(said), part.index))
-                text += said
-            else:
-                text += part
+            text += said
+        low = len(text) - len(text.lstrip()) if run.strips_left else 0
+        high = len(text.rstrip()) if run.strips_right else len(text)
         return [
-            (token, next((i for low, high, i in contents if start < high and max(end, start + 1) > low), None))
-            for token, (start, end) in self._encode_plain(text)
+            (token, next((i for a, b, i in contents if start + low < b and max(end, start + 1) + low > a), None))
+            for token, start, end in (self.encoder.encode_plain(text[low:high]) if low < high else ())
         ]
 
-    def _encode_plain(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Ids and character offsets of text in which no added token may match."""
-        encoded: list[tuple[int, tuple[int, int]]] = []
-        for start, piece in self._without_added(text, 0):
-            batch = self._encode(piece)
-            encoded += [
-                (token, (low + start, high + start))
-                for token, (low, high) in zip(batch.ids, batch.offsets, strict=True)
-            ]
-        return encoded
+    # Proof
 
-    def _encode(self, text: str) -> Any:
-        return self._fast.encode(text, add_special_tokens=False)
+    def _refuse(self, role: Role) -> str | None:
+        """Prove that messages of a role can be appended; the reason why not, where they cannot."""
+        try:
+            self._frame((role,))
+            self._alone[role] = Alone.of(role, self.render, self.dialect)
+            self._verbatim[role] = all(self._alone[role].shown(probe) == probe for probe in _PROBES)
+            for probe in _PROBES:
+                self._prove((role,), [probe])
+            for pair in itertools.pairwise(_PROBES) if role == "tool" else ():
+                self._prove((role, role), pair)
+        except TemplateError as error:
+            return str(error)
+        return None
 
-    def _without_added(self, text: str, start: int) -> Iterator[tuple[int, str]]:
-        """Cut text so that no piece holds an added token: after the first character of each occurrence."""
-        position = 0
-        while self._added is not None and (match := self._added.search(text, position)):
-            cut = match.start() + 1
-            yield start + position, text[position:cut]
-            position = cut
-        if position < len(text):
-            yield start + position, text[position:]
+    def _prove(self, roles: tuple[Role, ...], probes: Sequence[str]) -> None:
+        """Show that a delta is what the template would append. Raises TemplateError with what it does instead."""
+        frame = self._frame(roles)
+        said = [
+            {**placeholder(role, i), "content": probe}
+            for i, (role, probe) in enumerate(zip(roles, probes, strict=True))
+        ]
+        messages = [Message.model_validate(message) for message in said]
+        delta = frame.text(self._fill(frame, messages))
+        _, whole = render_after(roles, said, self.render, self.dialect)
+        if not whole.endswith(delta):
+            raise TemplateError(f"{self.name}: the template does not append what {list(roles)} say: {probes!r}")
+        ids = [token for piece in self.encode_delta(messages, last_id=None) for token in piece.ids]
+        if not any(map(self.encoder.holds_control, probes)) and ids != self.encoder.encode_rendering(delta):
+            raise TemplateError(f"{self.name}: appended messages are tokenised otherwise than alone: {probes!r}")
+
+    def _find_stops(self) -> tuple[int, ...]:
+        """What ends a turn: the model's own stop ids, and the template's ends where a model samples them.
+
+        A template's end is not sampled when a turn alone ends with another of the model's own (gpt-oss says `<|return|>`
+        where its history shows `<|end|>`, which ends only one of its channels).
+        """
+        ends: dict[Role, list[int]] = {}
+        for role in (role for role in _APPENDABLE if role not in self._refusals):
+            start = opening(self.render, self.dialect, calls=1 if role == "tool" else 0)
+            alone = [t.id for t in self.encoder.split(start.after(start.text)) if isinstance(t, ControlToken)]
+            end = self._frame((role,)).end_id
+            ends[role] = [end] if end in alone or not set(alone) & set(self._own_stops) else []
+        return tuple(dict.fromkeys([*ends.get("user", []), *self._own_stops, *ends.get("tool", [])]))
+
+    def _fails(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
+        try:
+            self.render(messages, tools)
+        except TemplateError:
+            return True
+        return False
+
+    def _find_keeping(self, role: Role) -> bool:
+        """Compare how the template renders a thinking turn alone, and once a message of `role` follows."""
+        tools = [] if self._fails([QUESTION], [_PROBE_TOOL]) else [_PROBE_TOOL]
+        prompt = self.render([QUESTION], tools)
+        for thoughts in ("thoughts", ""):
+            calls = 1 if role == "tool" else 0
+            start = opening(self.render, self.dialect, calls=calls, thoughts=thoughts, tools=tools)
+            alone = start.up_to(start.text)
+            if alone.startswith(prompt):
+                later = self.render([*start.messages, placeholder(role, 0)], tools)
+                return later.startswith(alone)
+        return False
 
 
 def _piece(ids: list[int], index: int | None, messages: Sequence[Message]) -> DeltaPiece:
