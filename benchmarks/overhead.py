@@ -257,7 +257,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     os.environ.setdefault("SGLANG_MULTITURN_CPU", "1")  # lets verl be imported where there is no accelerator
-    from qwen_tokenizers import tokenizer
+    from families import tokenizer
 
     qwen = tokenizer("qwen3")
     subjects: dict[str, Ours | Verl] = {"ours": Ours(qwen)}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from families import FAMILIES, tokenizer
-
 from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.errors import TemplateError
 
-NAMES = ("tiny", *FAMILIES)
-"""The tiny model of the demo, and every family."""
+from families import FAMILIES, tokenizer
 
 
 @functools.cache

@@ -227,7 +227,7 @@ def _nemotron(name: str) -> Family:
         eos="<|im_end|>",
         pad="<|im_end|>",
         ends=("</s>", "<|im_end|>"),
-        vocabulary_note="Mistral's tekken of mistral-common, which NVIDIA's is made from",
+        vocabulary_note="Mistral's tekken, of mistral-common; NVIDIA's is taken to be the same words",
     )
 
 

@@ -6,12 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
-from chat_templates import NAMES, missing
-from families import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_multiturn.chat.encoding import ControlToken, TextEncoder
+
+from chat_templates import NAMES, missing
+from families import tokenizer
 
 pytest.importorskip("transformers")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import NAMES, chat_template, is_refused, missing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,8 @@ from sglang_multiturn.chat.truncation import cut_text
 from sglang_multiturn.errors import ConfigError, TemplateError
 from sglang_multiturn.schemas import FunctionSchema, Message, Role, ToolSchema
 from sglang_multiturn.tokens import Origin
+
+from chat_templates import NAMES, chat_template, is_refused, missing
 
 TINY_MODEL = Path("examples/gsm8k_tool/tiny_model")
 TOOL = ToolSchema(

@@ -42,7 +42,7 @@ _MISTRAL = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
 ).split()
-# NVIDIA took that vocabulary, kept the first ten names and gave others to the next eight.
+# NVIDIA kept the first ten names and gave others to the next eight. Which of those are special is taken from Qwen's.
 _NEMOTRON = (*_MISTRAL[:10], "<|im_start|>", "<|im_end|>")
 _NEMOTRON_PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 

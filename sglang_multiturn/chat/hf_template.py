@@ -363,9 +363,11 @@ def _looks_local(path: str | Path) -> bool:
 
 
 def _generation_eos(path: str | Path) -> list[int]:
-    """End-of-turn ids of a local model's generation config; a hub model's come through its tokenizer."""
-    file = Path(path) / "generation_config.json"
-    if not file.is_file():
+    """End-of-turn ids of the model's generation config, which it need not have."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(str(path), "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
         return []
-    eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    eos = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
     return [eos] if isinstance(eos, int) else list(eos or [])
