@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_multiturn.chat.encoding import ControlToken, TextEncoder
 
-from chat_templates import NAMES, missing
-from families import tokenizer
+from chat_templates import missing
+from families import NAMES, tokenizer
 
 pytest.importorskip("transformers")
 

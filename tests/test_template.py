@@ -19,7 +19,8 @@ from sglang_multiturn.errors import ConfigError, TemplateError
 from sglang_multiturn.schemas import FunctionSchema, Message, Role, ToolSchema
 from sglang_multiturn.tokens import Origin
 
-from chat_templates import NAMES, chat_template, is_refused, missing
+from chat_templates import chat_template, is_refused, missing
+from families import NAMES
 
 TINY_MODEL = Path("examples/gsm8k_tool/tiny_model")
 TOOL = ToolSchema(
