@@ -54,7 +54,9 @@ class ByteChatML:
             del rest[:merged]
         return [*ids, *self._opening("assistant")]
 
-    def encode_delta(self, messages: Sequence[Message], *, last_id: int | None) -> list[DeltaPiece]:
+    def encode_delta(
+        self, messages: Sequence[Message], *, last_id: int | None, answered_before: bool = False
+    ) -> list[DeltaPiece]:
         """What follows an assistant turn; consecutive tool messages share one user turn."""
         pieces: list[DeltaPiece] = []
         boundary = [] if last_id == IM_END else [IM_END]

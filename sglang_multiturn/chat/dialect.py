@@ -43,10 +43,16 @@ class Dialect:
             spelt["tool_calls"] = [self._spell_call(call) for call in spelt["tool_calls"]]
             if self.null_content and not spelt["content"]:
                 spelt["content"] = None
-        thoughts = next((spelt[key] for key in _REASONING_KEYS if spelt.get(key)), None)
-        if self.reasoning_key is not None and thoughts is not None:
-            spelt[self.reasoning_key] = thoughts
+        if thoughts := next((spelt[key] for key in _REASONING_KEYS if spelt.get(key)), None):
+            self._spell_thoughts(spelt, str(thoughts))
         return spelt
+
+    def _spell_thoughts(self, spelt: dict[str, Any], thoughts: str) -> None:
+        """Thoughts under the key the template reads; where it reads none, they are words of the content."""
+        if self.reasoning_key is not None:
+            spelt[self.reasoning_key] = thoughts
+        elif isinstance(spelt["content"], str):
+            spelt["content"] = f"<think>\n{thoughts}\n</think>\n\n{spelt['content']}"
 
     def _spell_call(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -65,10 +71,11 @@ def find_dialect(render: Render) -> Dialect:
             break
     else:
         dialect = Dialect(shows_calls=False)
+    thinking = Message.model_validate({"role": "assistant", "content": "answer7", "reasoning_content": "thought7"})
     for key in _REASONING_KEYS:
-        thinking = Message.model_validate({"role": "assistant", "content": "answer7", key: "thought7"})
-        if _shown(render, dialect, [_QUESTION, thinking], "thought7", "answer7"):
-            return dataclasses.replace(dialect, reasoning_key=key)
+        reading = dataclasses.replace(dialect, reasoning_key=key)
+        if _shown(render, reading, [_QUESTION, thinking], "thought7", "answer7"):
+            return reading
     return dialect
 
 

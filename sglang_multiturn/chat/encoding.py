@@ -19,6 +19,11 @@ from typing import Any, NamedTuple
 from sglang_multiturn.errors import TemplateError
 
 _ANCHOR = "\ue0fe\ue0ffanchor\ue0ff"
+_MARK = re.compile(r"[<>\[\]{}|｜]")
+_HTML = re.compile(
+    "</?(?:a|b|blockquote|body|br|caption|code|div|em|h[1-6]|hr|html|i|img|li|ol|p|pre|s|span|strong|sub|sup"
+    "|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
+)
 _MARKS = [chr(code) for code in range(0xE100, 0xE120)]
 
 
@@ -179,14 +184,14 @@ class _Backend:
 
 
 def _is_control(token: Any, source: str) -> bool:
-    """Special tokens, what the template writes, and what looks like a mark (`<|fim|>`, `[IMG]`).
+    """Special tokens, what the template writes, and what looks like a mark (`<|fim|>`, `[IMG]`, `<think>`, `<dsml:`).
 
-    Vocabularies also add runs of white space, for code, and HTML tags (Gemma): text like any other.
+    Vocabularies also add runs of white space, for code, HTML tags (Gemma) and words: text like any other.
     """
     text = token.content
     if len(text) < 2 or not text.replace("▁", " ").strip():
         return False
-    return bool(token.special) or text in source or any(mark in text for mark in "|｜[")
+    return bool(token.special) or text in source or bool(_MARK.search(text) and not _HTML.fullmatch(text))
 
 
 def _control(index: int, token: Any) -> ControlToken:

@@ -24,8 +24,10 @@ from sglang_multiturn.errors import TemplateError
 from sglang_multiturn.schemas import Message, Role
 
 QUESTION = {"role": "user", "content": "question"}
+SYSTEM = {"role": "system", "content": "system"}
 _ANSWER = "Answer7Probe"
 _ARGUMENT = "Argument7Probe"
+_EARLIER = "Earlier7"
 
 
 class Shown(StrEnum):
@@ -102,10 +104,23 @@ class Opening:
         return text[len(self.up_to(text)) :]
 
 
-def opening(render: Render, dialect: Dialect, *, calls: int, thoughts: str = "", tools: Sequence[Any] = ()) -> Opening:
-    """A question and an assistant turn that makes `calls` calls, or answers. Raises TemplateError."""
+def opening(
+    render: Render,
+    dialect: Dialect,
+    *,
+    calls: int,
+    before: Sequence[dict[str, Any]] = (QUESTION,),
+    content: str = "",
+    thoughts: str = "",
+    tools: Sequence[Any] = (),
+) -> Opening:
+    """A conversation whose last turn makes `calls` calls, saying `content` beside them, or answers.
+
+    Raises:
+        TemplateError: the template refuses it.
+    """
     words = [_ANSWER]
-    turn: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
+    turn: dict[str, Any] = {"role": "assistant", "content": content + _ANSWER}
     if calls:
         names = [_words(i) for i in range(calls)]
         turn["tool_calls"] = [
@@ -113,13 +128,25 @@ def opening(render: Render, dialect: Dialect, *, calls: int, thoughts: str = "",
             for name in names
         ]
         if dialect.shows_calls:
-            turn["content"] = ""
+            turn["content"] = content
             words = [_ARGUMENT, names[-1][Shown.CALL_ID]]
     if thoughts:
         turn["reasoning_content"] = thoughts
-    messages = [QUESTION, dialect.spell(Message.model_validate(turn))]
+    messages = [*before, dialect.spell(Message.model_validate(turn))]
     text = render(messages, tools, generation_prompt=False)
     return Opening(messages, text, max(words, key=text.rfind))
+
+
+def earlier_round(dialect: Dialect, role: Role, index: int) -> list[dict[str, Any]]:
+    """A turn of the assistant's and what a tool or a user said to it, to stand between a question and a later turn."""
+    said: dict[str, Any] = {"role": role, "content": f"{_EARLIER}said"}
+    turn: dict[str, Any] = {"role": "assistant", "content": f"{_EARLIER}answer"}
+    if role == "tool":
+        call_id = f"Earlier{index:02d}"
+        turn["tool_calls"] = [{"id": call_id, "function": {"name": _EARLIER, "arguments": {"x": _EARLIER}}}]
+        turn["content"] = "" if dialect.shows_calls else turn["content"]
+        said |= {"name": _EARLIER, "tool_call_id": call_id}
+    return [dialect.spell(Message.model_validate(turn)), said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +176,20 @@ class Alone:
 
 
 def make_frame(
-    roles: Sequence[Role], render: Render, encoder: TextEncoder, dialect: Dialect, stop_ids: Sequence[int]
+    roles: Sequence[Role],
+    render: Render,
+    encoder: TextEncoder,
+    dialect: Dialect,
+    stop_ids: Sequence[int],
+    before: Sequence[dict[str, Any]] = (QUESTION,),
 ) -> Frame:
-    """The frame for messages of these roles.
+    """The frame for messages of these roles, in a conversation that began with `before`.
 
     Raises:
         TemplateError: the template refuses, drops, repeats or reorders such messages, or ends turns with no control token.
     """
     appended = [placeholder(role, index) for index, role in enumerate(roles)]
-    start, text = render_after(roles, appended, render, dialect)
+    start, text = render_after(roles, appended, render, dialect, before)
     parts = _cut_at_slots(start.after(text), len(roles))
     contents = [part.index for part in parts if isinstance(part, Slot) and part.shown is Shown.CONTENT]
     if contents != list(range(len(roles))):
@@ -210,17 +242,21 @@ def _words(index: int) -> dict[Shown, str]:
 
 
 def render_after(
-    roles: Sequence[Role], appended: list[dict[str, Any]], render: Render, dialect: Dialect
+    roles: Sequence[Role],
+    appended: list[dict[str, Any]],
+    render: Render,
+    dialect: Dialect,
+    before: Sequence[dict[str, Any]] = (QUESTION,),
 ) -> tuple[Opening, str]:
     """Messages rendered after a turn that makes as many calls as tools answer, or one where the template allows one."""
     answers = next((i for i, role in enumerate(roles) if role != "tool"), len(roles))
     try:
-        start = opening(render, dialect, calls=answers)
+        start = opening(render, dialect, calls=answers, before=before)
         return start, render([*start.messages, *appended])
     except TemplateError:
         if answers < 2:
             raise
-    start = opening(render, dialect, calls=1)
+    start = opening(render, dialect, calls=1, before=before)
     return start, render([*start.messages, *appended])
 
 

@@ -1,65 +1,33 @@
 """A Hugging Face model's own chat template: prompt ids, and the ids of messages appended later, proved.
 
-A prompt is rendered by the template. What is appended is put into a frame (`frames`), made once for each pattern of
-roles; no turn renders the conversation again. Where a template changes what tools say (quotes it as JSON, trims it),
-that one message is rendered alone to see what it becomes. When a model is loaded, `prove` shows that frames are what
-the template itself would render, and what cannot be shown is refused with the reason.
+A prompt is rendered by the template. What is appended is put into a frame (`frames`, `appending`), made once for each
+pattern of roles; no turn renders the conversation again. When a model is loaded, `proof` shows that frames are what the
+template itself would render, and what cannot be shown is refused with the reason.
 
 What tools and users say never becomes a control token, in prompts and in deltas (`encoding`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_multiturn.chat import proof
+from sglang_multiturn.chat.appending import APPENDABLE, Appender
 from sglang_multiturn.chat.dialect import find_dialect
-from sglang_multiturn.chat.encoding import ControlToken, TextEncoder
+from sglang_multiturn.chat.encoding import TextEncoder
 from sglang_multiturn.chat.formats import detect_format
-from sglang_multiturn.chat.frames import (
-    QUESTION,
-    Alone,
-    Frame,
-    Run,
-    Shown,
-    Slot,
-    make_frame,
-    opening,
-    placeholder,
-    render_after,
-)
+from sglang_multiturn.chat.frames import QUESTION
 from sglang_multiturn.chat.template import DeltaPiece
 from sglang_multiturn.errors import ConfigError, MissingDependencyError, TemplateError
 from sglang_multiturn.schemas import Message, Role, ToolSchema
-from sglang_multiturn.tokens import Origin
 
-_APPENDABLE: tuple[Role, ...] = ("tool", "user")
 _PLAIN_ROLES = ("tool", "user")
 """Whose words are not trusted with control tokens."""
-_PROBES = (
-    'a "quoted" word, <b>tag</b>, 12 + 7,\nnew line, é, 猫',
-    "\n leading and trailing \n",
-    '{"json": [1, "x", null]}',
-    "back\\slash 'single' {{ braces }}",
-    "17",
-    "<think>x</think>y",
-    "",
-)
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "Probes.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "x"}},
-            "required": ["x"],
-        },
-    },
-}
 
 
 class HFChatTemplate:
@@ -84,26 +52,22 @@ class HFChatTemplate:
         """
         self.tokenizer = tokenizer
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-        self._kwargs = dict(chat_template_kwargs or {})
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError(f"{self.name}: a fast tokenizer is needed, got {type(tokenizer).__name__}")
         if not isinstance(getattr(tokenizer, "chat_template", None), str):
             raise TemplateError(f"{self.name}: the tokenizer has no chat template; this package needs a chat model")
         self.encoder = TextEncoder(tokenizer)
         self.dialect = find_dialect(self.render)
-        self._frames: dict[tuple[Role, ...], Frame] = {}
-        self._alone: dict[Role, Alone] = {}
-        self._verbatim: dict[Role, bool] = {}
-        self._keeps: dict[Role, bool] = {}
         eos = tokenizer.eos_token_id
-        self._own_stops = tuple(dict.fromkeys([*([] if eos is None else [eos]), *stop_token_ids]))
-        self._refusals: dict[Role, str] = {}
-        for role in _APPENDABLE:
-            if (reason := self._refuse(role)) is not None:
-                self._refusals[role] = reason
-        if len(self._refusals) == len(_APPENDABLE):
-            raise TemplateError("; ".join(self._refusals.values()))
-        self._stop_token_ids = self._find_stops()
+        own_stops = dict.fromkeys([*([] if eos is None else [eos]), *stop_token_ids])
+        self._appender = Appender(self.render, self.encoder, self.dialect, tuple(own_stops))
+        self._keeps: dict[Role, bool] = {}
+        try:
+            proof.prove(self._appender)
+            self._stop_token_ids = proof.find_stops(self._appender)
+        except TemplateError as error:
+            raise TemplateError(self._named(error)) from error
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None) -> HFChatTemplate:
@@ -146,16 +110,16 @@ class HFChatTemplate:
     @property
     def end_ids(self) -> frozenset[int]:
         """The template's own ends of an assistant turn."""
-        return frozenset(frame.end_id for frame in self._frames.values())
+        return self._appender.end_ids
 
     @property
     def control_ids(self) -> frozenset[int]:
         """Ids of the tokenizer's added tokens."""
         return self.encoder.control_ids
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Ids are below this (the model's embedding may be larger)."""
+        """Ids are below this (the model's embedding may be larger). Counting takes a tenth of a second."""
         return len(self.tokenizer)
 
     @property
@@ -165,14 +129,15 @@ class HFChatTemplate:
 
     def refusal(self, role: Role) -> str | None:
         """Why messages of a role cannot be appended; None when they can."""
-        if role not in _APPENDABLE:
+        if role not in APPENDABLE:
             return f"{self.name}: only tools and users speak after an assistant, not {role!r}"
-        return self._refusals.get(role)
+        reason = self._appender.refusals.get(role)
+        return None if reason is None else self._named(reason)
 
     def keeps_history(self, role: Role) -> bool:
         """Whether earlier turns are still rendered as they were sampled once a message of `role` follows."""
         if role not in self._keeps:
-            self._keeps[role] = self.refusal(role) is None and self._find_keeping(role)
+            self._keeps[role] = role in APPENDABLE and proof.keeps_history(self._appender, role)
         return self._keeps[role]
 
     # What a conversation asks of it
@@ -187,19 +152,14 @@ class HFChatTemplate:
         apart = [self._taken_apart(message, mark) if message.role in _PLAIN_ROLES else message for message in messages]
         return self.encoder.encode_marked(self.render([self.dialect.spell(m) for m in apart], shown), mark)
 
-    def encode_delta(self, messages: Sequence[Message], *, last_id: int | None) -> list[DeltaPiece]:
+    def encode_delta(
+        self, messages: Sequence[Message], *, last_id: int | None, answered_before: bool = False
+    ) -> list[DeltaPiece]:
         """What follows an assistant turn; see `ChatTemplate.encode_delta`."""
-        if refusal := next(filter(None, (self.refusal(message.role) for message in messages)), None):
-            raise TemplateError(refusal)
-        frame = self._frame(tuple(message.role for message in messages))
-        shown = self._fill(frame, messages)
-        owned: list[tuple[int, int | None]] = []
-        for step in frame.steps:
-            owned += self._encode_run(step, shown) if isinstance(step, Run) else [(step, None)]
-        if last_id == frame.end_id:
-            del owned[0]
-        pieces = itertools.groupby(owned, key=lambda token: token[1])
-        return [_piece([token for token, _ in tokens], index, messages) for index, tokens in pieces]
+        try:
+            return self._appender.encode(messages, last_id=last_id, answered_before=answered_before)
+        except TemplateError as error:
+            raise TemplateError(self._named(error)) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, a final end-of-turn id left out and every other token kept."""
@@ -225,135 +185,27 @@ class HFChatTemplate:
                     tools=list(tools) or None,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
-                    **self._kwargs,
+                    **self.chat_template_kwargs,
                 )
             )
         except Exception as error:  # jinja templates raise anything, TypeError included
             raise TemplateError(f"{self.name}: the chat template refused the conversation: {error}") from error
 
-    # Frames and what fills them
-
-    def _frame(self, roles: tuple[Role, ...]) -> Frame:
-        if roles not in self._frames:
-            try:
-                self._frames[roles] = make_frame(roles, self.render, self.encoder, self.dialect, self._own_stops)
-            except TemplateError as error:
-                raise TemplateError(f"{self.name}: {str(error).removeprefix(f'{self.name}: ')}") from error
-        return self._frames[roles]
-
-    def _fill(self, frame: Frame, messages: Sequence[Message]) -> dict[Slot, str]:
-        shown: dict[Slot, str] = {}
-        for slot in (part for part in frame.parts if isinstance(part, Slot)):
-            message = messages[slot.index]
-            if slot.shown is Shown.CONTENT:
-                shown[slot] = self._shown(message.role, message.text)
-            else:
-                shown[slot] = (message.name if slot.shown is Shown.NAME else message.tool_call_id) or "unknown"
-        return shown
-
-    def _shown(self, role: Role, text: str) -> str:
-        """What the template makes of a message's text: mostly the text itself, else it is rendered alone."""
-        return text if self._verbatim.get(role, False) else self._alone[role].shown(text)
+    def _named(self, error: object) -> str:
+        return f"{self.name}: {str(error).removeprefix(f'{self.name}: ')}"
 
     def _taken_apart(self, message: Message, mark: str) -> Message:
         content: Any = message.content
         if isinstance(content, list):
             content = [
-                {**part, "text": self.encoder.take_apart(part["text"], mark)} if "text" in part else part
+                {**part, "text": self.encoder.take_apart(part["text"], mark)}
+                if isinstance(part.get("text"), str)
+                else part
                 for part in content
             ]
         elif content is not None:
             content = self.encoder.take_apart(content, mark)
         return message.model_copy(update={"content": content})
-
-    def _encode_run(self, run: Run, shown: Mapping[Slot, str]) -> list[tuple[int, int | None]]:
-        """Ids of a run with whose content they are; a token that holds any character of a content belongs to it."""
-        text = ""
-        contents: list[tuple[int, int, int]] = []
-        for part in run.parts:
-            said = part if isinstance(part, str) else shown[part]
-            if isinstance(part, Slot) and part.shown is Shown.CONTENT:
-                contents.append((len(text), len(text) + len(said), part.index))
-            text += said
-        low = len(text) - len(text.lstrip()) if run.strips_left else 0
-        high = len(text.rstrip()) if run.strips_right else len(text)
-        return [
-            (token, next((i for a, b, i in contents if start + low < b and max(end, start + 1) + low > a), None))
-            for token, start, end in (self.encoder.encode_plain(text[low:high]) if low < high else ())
-        ]
-
-    # Proof
-
-    def _refuse(self, role: Role) -> str | None:
-        """Prove that messages of a role can be appended; the reason why not, where they cannot."""
-        try:
-            self._frame((role,))
-            self._alone[role] = Alone.of(role, self.render, self.dialect)
-            self._verbatim[role] = all(self._alone[role].shown(probe) == probe for probe in _PROBES)
-            for probe in _PROBES:
-                self._prove((role,), [probe])
-            for pair in itertools.pairwise(_PROBES) if role == "tool" else ():
-                self._prove((role, role), pair)
-        except TemplateError as error:
-            return str(error)
-        return None
-
-    def _prove(self, roles: tuple[Role, ...], probes: Sequence[str]) -> None:
-        """Show that a delta is what the template would append. Raises TemplateError with what it does instead."""
-        frame = self._frame(roles)
-        said = [
-            {**placeholder(role, i), "content": probe}
-            for i, (role, probe) in enumerate(zip(roles, probes, strict=True))
-        ]
-        messages = [Message.model_validate(message) for message in said]
-        delta = frame.text(self._fill(frame, messages))
-        _, whole = render_after(roles, said, self.render, self.dialect)
-        if not whole.endswith(delta):
-            raise TemplateError(f"{self.name}: the template does not append what {list(roles)} say: {probes!r}")
-        ids = [token for piece in self.encode_delta(messages, last_id=None) for token in piece.ids]
-        if not any(map(self.encoder.holds_control, probes)) and ids != self.encoder.encode_rendering(delta):
-            raise TemplateError(f"{self.name}: appended messages are tokenised otherwise than alone: {probes!r}")
-
-    def _find_stops(self) -> tuple[int, ...]:
-        """What ends a turn: the model's own stop ids, and the template's ends where a model samples them.
-
-        A template's end is not sampled when a turn alone ends with another of the model's own (gpt-oss says `<|return|>`
-        where its history shows `<|end|>`, which ends only one of its channels).
-        """
-        ends: dict[Role, list[int]] = {}
-        for role in (role for role in _APPENDABLE if role not in self._refusals):
-            start = opening(self.render, self.dialect, calls=1 if role == "tool" else 0)
-            alone = [t.id for t in self.encoder.split(start.after(start.text)) if isinstance(t, ControlToken)]
-            end = self._frame((role,)).end_id
-            ends[role] = [end] if end in alone or not set(alone) & set(self._own_stops) else []
-        return tuple(dict.fromkeys([*ends.get("user", []), *self._own_stops, *ends.get("tool", [])]))
-
-    def _fails(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
-        try:
-            self.render(messages, tools)
-        except TemplateError:
-            return True
-        return False
-
-    def _find_keeping(self, role: Role) -> bool:
-        """Compare how the template renders a thinking turn alone, and once a message of `role` follows."""
-        tools = [] if self._fails([QUESTION], [_PROBE_TOOL]) else [_PROBE_TOOL]
-        prompt = self.render([QUESTION], tools)
-        for thoughts in ("thoughts", ""):
-            calls = 1 if role == "tool" else 0
-            start = opening(self.render, self.dialect, calls=calls, thoughts=thoughts, tools=tools)
-            alone = start.up_to(start.text)
-            if alone.startswith(prompt):
-                later = self.render([*start.messages, placeholder(role, 0)], tools)
-                return later.startswith(alone)
-        return False
-
-
-def _piece(ids: list[int], index: int | None, messages: Sequence[Message]) -> DeltaPiece:
-    if index is None:
-        return DeltaPiece(ids=ids, origin=Origin.BOUNDARY)
-    origin = Origin.TOOL if messages[index].role == "tool" else Origin.USER
-    return DeltaPiece(ids=ids, origin=origin, message_index=index)
 
 
 def _looks_local(path: str | Path) -> bool:

@@ -1,140 +1,162 @@
 """Assistant text → content, reasoning and tool calls, or a classified reason why a call cannot be made.
 
-A broken call is never silently no call: it comes back as a `BrokenCall` with a sentence the model can act on, and a
-good call beside it is kept. Calls inside reasoning are not calls.
+A broken call is never silently no call: it comes back as a `BrokenCall` with a sentence the model can act on, in its
+place among the others, and no good call beside it is lost. Calls inside reasoning are not calls (`reasoning`).
 
-`HermesParser` reads `<tool_call>{json}</tool_call>`, the format of Hermes, Qwen2.5 and Qwen3, and needs nothing.
-Every other format is SGLang's business: see `parsers`.
+`TurnParser` walks through a turn once; a `CallReader` reads the calls it comes upon. `HermesParser` is the one for
+`<tool_call>{json}</tool_call>`, the format of Hermes, Qwen2.5 and Qwen3; `parsers` has every other.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
 
-import pydantic_core
-
+from sglang_multiturn.chat.calls import (
+    MAX_CALLS,
+    MAX_READ_CHARS,
+    BrokenCall,
+    BrokenKind,
+    Call,
+    CallReader,
+    Context,
+    ParsedCall,
+    ParsedTurn,
+    ToolCallParser,
+    skip_space,
+)
+from sglang_multiturn.chat.marked_calls import JsonBody, MarkedCalls
+from sglang_multiturn.chat.reasoning import Reasoning
 from sglang_multiturn.schemas import ToolSchema
 
-MAX_CALL_CHARS = 100_000
-"""A longer call is not valid JSON to us: model output is hostile, and it is parsed on the event loop."""
+__all__ = ["BrokenCall", "BrokenKind", "HermesParser", "ParsedCall", "ParsedTurn", "ToolCallParser", "TurnParser"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedCall:
-    """A call that can be made, as far as its form goes."""
+class TurnParser:
+    """Divides a turn into words, reasoning and calls of one format."""
 
-    name: str
-    arguments: dict[str, Any]
+    def __init__(self, reader: CallReader, reasoning: Reasoning | None = None) -> None:
+        self._reader = reader
+        self._reasoning = reasoning or Reasoning()
+        self._thinking = re.compile(f"{re.escape(self._reasoning.start)}|{re.escape(self._reasoning.end)}")
+        self._next = re.compile(f"{reader.opening.pattern}|{self._thinking.pattern}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokenCall:
-    """A call that cannot be made, and why, in a sentence for the model."""
-
-    reason: str
-    name: str = ""
-    """The tool it meant, when that can be told."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedTurn:
-    """What one assistant turn said and asked for."""
-
-    content: str
-    """The words outside reasoning and calls."""
-    reasoning: str = ""
-    calls: tuple[ParsedCall | BrokenCall, ...] = ()
-    """In the order in which the model wrote them."""
+    def parse(self, text: str, tools: Sequence[ToolSchema], *, prompt: str | None = None) -> ParsedTurn:
+        """See `ToolCallParser.parse`."""
+        reasoning = self._reasoning if prompt is None else self._reasoning.after(prompt)
+        walk = _Walk(text, tools, self._reader, reasoning, self._thinking)
+        walk.lead()
+        while not walk.over and (mark := self._next.search(text, walk.position)):
+            walk.meet(mark)
+        return walk.turn()
 
 
-class ToolCallParser(Protocol):
-    """Reads one format of tool calls."""
-
-    def parse(self, text: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-        """Never raises, whatever the text."""
-        ...
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Reasoning and the rest. A `<think>` that was never closed is reasoning to the end."""
-    if "</think>" in text:
-        reasoning, _, rest = text.partition("</think>")
-        return reasoning.replace("<think>", "", 1).strip(), rest
-    if text.lstrip().startswith("<think>"):
-        return text.replace("<think>", "", 1).strip(), ""
-    return "", text
-
-
-class HermesParser:
+class HermesParser(TurnParser):
     """`<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`, any number of them, words around them."""
 
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-    def parse(self, text: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-        """Find every call in order; JSON decides where one ends, so `</tool_call>` inside a string is harmless."""
-        reasoning, rest = split_reasoning(text)
-        words: list[str] = []
-        calls: list[ParsedCall | BrokenCall] = []
-        position = 0
-        while (start := rest.find(self.OPEN, position)) >= 0:
-            words.append(rest[position:start])
-            call, position = self._read(rest, start + len(self.OPEN))
-            calls.append(call)
-        words.append(rest[position:])
-        return ParsedTurn(content="".join(words).strip(), reasoning=reasoning, calls=tuple(calls))
-
-    def _read(self, text: str, start: int) -> tuple[ParsedCall | BrokenCall, int]:
-        """One call whose opening tag ends at `start`, and where reading goes on."""
-        begin = len(text) - len(text[start:].lstrip())
-        closing = text.find(self.CLOSE, start)
-        after = len(text) if closing < 0 else closing + len(self.CLOSE)
-        if begin >= len(text) or begin == closing:
-            return BrokenCall(reason="The tool call is empty. Put a JSON object between the tags."), after
-        try:
-            value, length = JSON_DECODER.raw_decode(text[begin : begin + MAX_CALL_CHARS])
-        except (ValueError, RecursionError) as error:
-            detail = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply or not JSON"
-            return BrokenCall(reason=f"The tool call is not valid JSON ({detail})."), after
-        tail = text[begin + length :].lstrip()
-        if not tail.startswith(self.CLOSE):
-            return BrokenCall(reason=f"The tool call's JSON must be followed by {self.CLOSE}."), after
-        return check_call(value), len(text) - len(tail) + len(self.CLOSE)
+    def __init__(self, reasoning: Reasoning | None = None) -> None:
+        super().__init__(MarkedCalls(call=("<tool_call>", "</tool_call>"), body=JsonBody()), reasoning)
 
 
-def check_call(value: Any) -> ParsedCall | BrokenCall:
-    """The decoded JSON of one call as a call. `parameters` is accepted for `arguments`, as SGLang does."""
-    if not isinstance(value, dict):
-        return BrokenCall(reason='The tool call must be a JSON object with "name" and "arguments".')
-    name = value.get("name")
-    if not isinstance(name, str) or not name.strip():
-        return BrokenCall(reason='The tool call has no "name".')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = JSON_DECODER.decode(arguments)
-        except (ValueError, RecursionError):
-            return BrokenCall(reason='"arguments" must be a JSON object, not a string.', name=name)
-    if not isinstance(arguments, dict):
-        return BrokenCall(reason=f'"arguments" must be a JSON object, not {type(arguments).__name__}.', name=name)
-    if not _is_writable(value):
-        return BrokenCall(reason="The tool call is nested too deeply or holds invalid characters.")
-    return ParsedCall(name=name, arguments=arguments)
+class _Walk:
+    """One way through one turn."""
 
+    def __init__(
+        self,
+        text: str,
+        tools: Sequence[ToolSchema],
+        reader: CallReader,
+        reasoning: Reasoning,
+        thinking: re.Pattern[str],
+    ) -> None:
+        self._text, self._tools, self._reader = text, tools, reader
+        self._reasoning, self._thinking = reasoning, thinking
+        self.position = 0
+        self.over = False
+        self._words: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[Call] = []
+        self._read_chars = 0
+        self._last_end = text.rfind(reasoning.end)
+        self._first_word = 0
 
-def _is_writable(value: Any) -> bool:
-    """Whether a decoded call can be written as JSON again: not too deep, and without lone surrogates."""
-    try:
-        pydantic_core.to_json(value)
-    except ValueError:
-        return False
-    return True
+    def lead(self) -> None:
+        """Pass the reasoning the turn begins with."""
+        begin = skip_space(self._text, 0)
+        if self._text.startswith(self._reasoning.start, begin):
+            self._think(begin + len(self._reasoning.start))
+        elif self._reasoning.opened:
+            self._think(0)
+        self._first_word = skip_space(self._text, self.position)
 
+    def meet(self, mark: re.Match[str]) -> None:
+        """Go past a mark that may begin or end something."""
+        if mark.group() == self._reasoning.start:
+            self._meet_start(mark)
+        elif mark.group() == self._reasoning.end:
+            self._meet_end(mark)
+        else:
+            self._meet_call(mark.start())
 
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+    def turn(self) -> ParsedTurn:
+        """What the turn said and asked for."""
+        content = "".join([*self._words, "" if self.over else self._text[self.position :]])
+        closer = next((mark for mark in self._reader.closers if mark in content), None)
+        if closer is not None and not self._calls:
+            reason = f"{closer} stands where no tool call was begun."
+            self._calls.append(BrokenCall(reason=reason, kind=BrokenKind.ENVELOPE))
+        for mark in self._reader.noise:
+            content = content.replace(mark, "")
+        thoughts = "\n\n".join(filter(None, map(str.strip, self._thoughts)))
+        return ParsedTurn(content=content.strip(), reasoning=thoughts, calls=tuple(self._calls))
 
+    def _meet_start(self, mark: re.Match[str]) -> None:
+        if self._reasoning.known or mark.end() <= self._last_end:
+            self._say(mark.start())
+            self._think(mark.end())
+        else:
+            self._say(mark.end())
 
-JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+    def _meet_end(self, mark: re.Match[str]) -> None:
+        if self._reasoning.known and not self._reasoning.closed and not self._thoughts:
+            self._thoughts.append(self._text[: mark.start()])
+            self._words.clear()
+            self._calls.clear()
+            self.position = mark.end()
+            self._first_word = skip_space(self._text, self.position)
+        else:
+            self._say(mark.end())
+
+    def _meet_call(self, start: int) -> None:
+        if len(self._calls) >= MAX_CALLS or self._read_chars > MAX_READ_CHARS:
+            self._stop(start)
+            return
+        context = Context(first=start == self._first_word, thinking=self._thinking)
+        block = self._reader.read(self._text, start, self._tools, context)
+        if block is None:
+            self._say(start + 1)
+            return
+        self._say(start)
+        self._calls += block.calls
+        self._read_chars += block.end - start
+        self.position = block.end
+        if len(self._calls) > MAX_CALLS:
+            self._stop(self.position)
+
+    def _think(self, begin: int) -> None:
+        """Everything from `begin` to the end mark is reasoning, or to the end of the text."""
+        end = self._text.find(self._reasoning.end, begin)
+        self._thoughts.append(self._text[begin : end if end >= 0 else len(self._text)])
+        self.position = end + len(self._reasoning.end) if end >= 0 else len(self._text)
+
+    def _say(self, end: int) -> None:
+        self._words.append(self._text[self.position : end])
+        self.position = end
+
+    def _stop(self, end: int) -> None:
+        """Read no further than to `end`: a turn like this is no use, and costs time."""
+        self._say(end)
+        del self._calls[MAX_CALLS:]
+        reason = f"This turn holds too many or too long tool calls; only the first {len(self._calls)} were read."
+        self._calls.append(BrokenCall(reason=reason, kind=BrokenKind.ENVELOPE))
+        self.over = True

@@ -82,8 +82,13 @@ class ChatTemplate(Protocol):
         """
         ...
 
-    def encode_delta(self, messages: Sequence[Message], *, last_id: int | None) -> list[DeltaPiece]:
+    def encode_delta(
+        self, messages: Sequence[Message], *, last_id: int | None, answered_before: bool = False
+    ) -> list[DeltaPiece]:
         """What follows an assistant turn whose last sampled id was `last_id` (None: it sampled nothing).
+
+        `answered_before` tells that a tool's answer stands earlier in the conversation (DeepSeek's template opens its
+        list of answers only once).
 
         The pieces hold the template's end-of-turn token only when `last_id` is another one, then the appended
         messages, then the generation prompt. `name` and `tool_call_id` of tool messages are shown where the template
