@@ -64,6 +64,11 @@ class RolloutConfig(BaseModel):
     """One call of the reward function."""
     rollout_timeout_s: float | None = Field(default=1800.0, gt=0)
     """The whole conversation, waiting for tools included; what it has by then is kept."""
+    history: Literal["keep", "split"] = "keep"
+    """Where a template renders earlier turns otherwise once something follows (Qwen3 strips thoughts): `keep` goes on
+    with the tokens as they were; `split` ends the row and starts another with the conversation rendered anew."""
+    drift_check: Literal["off", "count", "warn", "fail"] = "count"
+    """Compare the tokens of a finished conversation with what the template renders of its messages."""
     engine_retries: int = Field(default=1, ge=0)
     """How often a generation that the engine failed or aborted by itself is asked again."""
 
@@ -95,6 +100,8 @@ class RolloutConfig(BaseModel):
         renamed = {RENAMED.get(key, key): value for key, value in values.items()}
         if isinstance(parser := renamed.get("tool_parser"), str):
             renamed["tool_parser"] = _PARSER_NAMES.get(parser, parser)
+        if renamed.get("drift_check") is False:
+            renamed["drift_check"] = "off"  # which YAML reads as false
         return renamed
 
     def disposition(self, stop_reason: StopReason) -> Disposition:

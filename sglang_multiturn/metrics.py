@@ -17,7 +17,13 @@ class RolloutMetrics:
     tool_calls: int = 0
     """Calls the model tried to make, well-formed or not."""
     malformed_calls: int = 0
-    """Calls that did not parse."""
+    """Calls that did not parse; the five below say why."""
+    malformed_json: int = 0
+    malformed_name: int = 0
+    malformed_arguments: int = 0
+    malformed_envelope: int = 0
+    malformed_truncated: int = 0
+    """The turn ended inside the call."""
     unknown_tools: int = 0
     """Calls of tools that this conversation does not have."""
     invalid_arguments: int = 0
@@ -30,12 +36,30 @@ class RolloutMetrics:
     cut_tool_results: int = 0
     """Tool answers cut to `max_tool_result_tokens`."""
     engine_retries: int = 0
+    new_rows: int = 0
+    """Rows beyond the first, begun by `history: split`."""
+    refused_rows: int = 0
+    """Rows that should have begun but the template refused the conversation; the row before went on."""
+    drift_sampled_text_tokens: int = 0
+    """Tokens the template would spell otherwise: the model's own text. This and the next three are allowed."""
+    drift_other_end_tokens: int = 0
+    """Turns that ended with another stop id than the template's."""
+    drift_history_tokens: int = 0
+    """Earlier turns that the template renders otherwise once something follows."""
+    drift_not_comparable_tokens: int = 0
+    """Tokens of broken calls, or of conversations the template refuses to render."""
+    drift_special_tokens: int = 0
+    """Control tokens other than the template's: drift."""
+    drift_boundary_tokens: int = 0
+    """Boundaries and answers other than the template's: drift."""
     tool_instances_created: int = 0
     tool_instances_released: int = 0
     release_errors: int = 0
     queue_s: float = 0.0
     generate_s: float = 0.0
     tool_s: float = 0.0
+    drift_s: float = 0.0
+    """Spent on the drift check."""
     reward_s: float = 0.0
     total_s: float = 0.0
 

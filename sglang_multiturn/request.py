@@ -1,7 +1,7 @@
 """One request: what was asked, where it is, why it ended, and what becomes of it.
 
 `RequestSpec` is what was asked: immutable, and hashed by whatever must recognise it again. `AsyncRolloutRequest` is
-that conversation while it runs: the spec, the state and the token ledger it owns. `state` says *where* it is,
+that conversation while it runs: the spec, the state and the tokens it owns. `state` says *where* it is,
 `stop_reason` *why* it ended, `disposition` *what becomes of it*. One method changes the state, and it refuses what
 `TRANSITIONS` does not list.
 """
@@ -205,7 +205,10 @@ class AsyncRolloutRequest:
         self.state = RequestState.PENDING
         self.stop_reason: StopReason | None = None
         self.error: ErrorRecord | None = None
-        self.ledger = TokenLedger()
+        self.rows = [TokenLedger()]
+        """What is trained, in order: one row, or several where `history: split` ended one and began another."""
+        self.rendered_tokens = 0
+        """Observation tokens that stand in a later row's prompt, where a new rendering put them."""
         self.messages: list[Message] = list(spec.messages)
         self.metrics = RolloutMetrics()
         self.errors_in_a_row = 0
@@ -214,6 +217,16 @@ class AsyncRolloutRequest:
     def request_id(self) -> str:
         """The one name of this conversation in engine, tools, logs and results."""
         return self.spec.request_id
+
+    @property
+    def ledger(self) -> TokenLedger:
+        """The row that grows: what the engine is given."""
+        return self.rows[-1]
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Everything said after the first prompt, each token once, in whatever row it stands."""
+        return sum(row.num_response_tokens for row in self.rows) + self.rendered_tokens
 
     @property
     def is_final(self) -> bool:

@@ -17,16 +17,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_multiturn.chat.parsing import BrokenCall, ParsedCall, ParsedTurn, ToolCallParser
+from sglang_multiturn.chat.calls import BrokenCall, BrokenKind, ParsedCall, ParsedTurn
+from sglang_multiturn.chat.drift import DriftLog
+from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.chat.truncation import cut_text
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import FinishReason, Generation, Generator
 from sglang_multiturn.generation import generate_turn
+from sglang_multiturn.history import History, check_template
 from sglang_multiturn.interactions.base import Done, Interaction
 from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
 from sglang_multiturn.rewards import RewardFn, call_reward_fn, combine
-from sglang_multiturn.schemas import FunctionCall, Message, ToolCall
+from sglang_multiturn.schemas import FunctionCall, Message, ToolCall, ToolSchema
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.tools.session import NumberedCall, ToolAnswer, ToolSession
@@ -47,6 +50,16 @@ class RolloutContext:
     max_model_len: int
     reward_fn: RewardFn | None = None
     interaction: Interaction | None = None
+    drift_log: DriftLog = field(default_factory=DriftLog)
+
+    def __post_init__(self) -> None:
+        """Raises TemplateError: the template could never show what tools or users will say."""
+        check_template(self.template, self.tools, self.interaction)
+
+
+def call_id(turn: int, index: int) -> str:
+    """The id of a turn's call: nine letters and digits (Mistral's template takes no others), unique, readable."""
+    return f"call{turn:02d}{index:03d}" if turn < 100 and index < 1000 else f"{turn:04x}i{index:04x}"
 
 
 async def run_one(spec: RequestSpec, context: RolloutContext) -> Trajectory:
@@ -61,6 +74,11 @@ class _Turn:
     calls: list[NumberedCall] = field(default_factory=list)
 
 
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string: what is parsed. The ledger keeps every id that was sampled."""
+    return text[: min((at for stop in stops if stop and (at := text.find(stop)) >= 0), default=len(text))]
+
+
 class Rollout:
     """One conversation. `run` once; `abort` at any time from the same event loop."""
 
@@ -69,7 +87,10 @@ class Rollout:
         self._spec = spec
         self._context = context
         self._config = context.config
+        self._schemas: list[ToolSchema] = []
+        self._history = History(self.request, context.template, self._config, context.max_model_len)
         self._turn = _Turn()
+        self._broken_turns: set[int] = set()
         self._records: list[ToolCallRecord] = []
         self._session: ToolSession | None = None
         self._clock: asyncio.Timeout | None = None
@@ -93,6 +114,7 @@ class Rollout:
             async with self._session:
                 stop_reason = await self._converse_in_time()
                 if stop_reason is not StopReason.ABORTED:
+                    self._history.check_drift(self._context.drift_log, self._broken_turns)
                     rewards = await self._judge(stop_reason)
         except (Exception, SystemExit, asyncio.CancelledError) as caught:  # the one boundary: a bad rollout is data
             task = asyncio.current_task()
@@ -136,33 +158,26 @@ class Rollout:
 
     async def _begin(self) -> RequestState | StopReason:
         assert self._session is not None
-        context, ledger = self._context, self.request.ledger
-        schemas = context.tools.schemas(self._spec.tool_names)
-        ledger.append_prompt(context.template.encode_prompt(self._spec.messages, schemas))
-        limit = min(self._config.max_prompt_tokens or context.max_model_len, self._max_model_len - 1)
-        if ledger.num_prompt_tokens > limit:
-            return StopReason.PROMPT_TOO_LONG
+        self._schemas = self._context.tools.schemas(self._spec.tool_names)
+        if too_long := self._history.begin(self._schemas):
+            return too_long
         await self._session.create_named()
         return RequestState.RUNNING
 
     # RUNNING
 
     async def _generate_turn(self) -> RequestState | StopReason:
-        ledger, metrics = self.request.ledger, self.request.metrics
-        if exhausted := self._exhausted():
+        if exhausted := self._history.exhausted():
             return exhausted
-        left = min(
-            self._config.max_response_tokens - ledger.num_response_tokens, self._max_model_len - ledger.num_tokens
-        )
-        allowed = min(left, self._config.max_turn_tokens or left)
-        turn = metrics.assistant_turns
-        generation = await self._sample(turn, allowed)
+        turn = self.request.metrics.assistant_turns
+        generation = await self._sample(turn, self._history.max_turn_tokens)
         if generation.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
-        parsed = self._context.parser.parse(
-            self._context.template.decode(generation.token_ids), self._context.tools.schemas(self._spec.tool_names)
-        )
-        if generation.finish_reason is FinishReason.LENGTH:
+        said = self._context.template.decode(generation.token_ids)
+        text = before_stop(said, self._spec.sampling.stop)
+        parsed = self._context.parser.parse(text, self._schemas)
+        # A stop string that came with the last token allowed ended the turn, whichever reason the engine gives.
+        if generation.finish_reason is FinishReason.LENGTH and text == said:
             return self._cut_turn(parsed, turn)
         self._note_turn(parsed, turn)
         return self._after_turn(bool(parsed.calls))
@@ -178,14 +193,16 @@ class Rollout:
 
     def _cut_turn(self, parsed: ParsedTurn, turn: int) -> RequestState | StopReason:
         """A turn that ended by length: no call is made; the model is told when the budget lets it go on."""
-        if exhausted := self._exhausted():
-            self._note_turn(ParsedTurn(content=parsed.content), turn)
+        if exhausted := self._history.exhausted():
+            self._note_turn(dataclasses.replace(parsed, calls=()), turn)
             return exhausted
         if not parsed.calls:
             self._note_turn(parsed, turn)
-            return StopReason.MAX_RESPONSE_TOKENS
+            return StopReason.MAX_RESPONSE_TOKENS if self._context.interaction is None else self._after_turn(False)
         reason = "The turn was cut at its length limit before the tool call could be made. Write less and call again."
-        self._note_turn(dataclasses.replace(parsed, calls=(BrokenCall(reason=reason),)), turn)
+        self._note_turn(
+            dataclasses.replace(parsed, calls=(BrokenCall(reason=reason, kind=BrokenKind.TRUNCATED),)), turn
+        )
         return self._after_turn(called=True)
 
     def _after_turn(self, called: bool) -> RequestState | StopReason:
@@ -208,7 +225,8 @@ class Rollout:
         assert self._session is not None
         request, metrics = self.request, self.request.metrics
         turn = metrics.assistant_turns - 1
-        answers = [self._cut_answer(a) for a in await self._session.execute(self._turn.calls, turn)]
+        calls = self._turn.calls
+        answers = [self._noted(*one) for one in zip(await self._session.execute(calls, turn), calls, strict=True)]
         metrics.tool_turns += 1
         self._count(answers)
         messages = [
@@ -224,17 +242,21 @@ class Rollout:
             return StopReason.TOO_MANY_ERRORS
         return self._observe(messages, turn, [answer.record.call_id for answer in answers])
 
-    def _cut_answer(self, answer: ToolAnswer) -> ToolAnswer:
+    def _noted(self, answer: ToolAnswer, call: NumberedCall) -> ToolAnswer:
+        """An answer as the model is shown it, with what was wrong with a call that is broken."""
+        record = answer.record
+        if isinstance(call.call, BrokenCall):
+            record = dataclasses.replace(record, broken=call.call.kind)
         text = cut_text(
-            answer.record.answer,
+            record.answer,
             self._context.template,
             max_tokens=self._config.max_tool_result_tokens,
             side=self._config.tool_result_cut,
         )
-        if text is None:
-            return answer
-        self.request.metrics.cut_tool_results += 1
-        return dataclasses.replace(answer, record=dataclasses.replace(answer.record, answer=text))
+        if text is not None:
+            self.request.metrics.cut_tool_results += 1
+            record = dataclasses.replace(record, answer=text)
+        return dataclasses.replace(answer, record=record)
 
     def _count(self, answers: Sequence[ToolAnswer]) -> None:
         counters = {
@@ -249,7 +271,8 @@ class Rollout:
         for answer in answers:
             self._records.append(answer.record)
             metrics.tool_calls += 1
-            if name := counters.get(answer.record.outcome):
+            counted = counters.get(answer.record.outcome), answer.record.broken and f"malformed_{answer.record.broken}"
+            for name in filter(None, counted):
                 setattr(metrics, name, getattr(metrics, name) + 1)
 
     # INTERACTING
@@ -269,33 +292,13 @@ class Rollout:
     def _observe(
         self, messages: Sequence[Message], turn: int, call_ids: Sequence[str | None]
     ) -> RequestState | StopReason:
-        """Append what was said to the ledger, if what is left of the budget holds it and a token more."""
-        ledger = self.request.ledger
-        pieces = self._context.template.encode_delta(messages, last_id=ledger.last_sampled_id)
-        added = sum(len(piece.ids) for piece in pieces)
-        if exhausted := self._exhausted(added):
-            return exhausted
-        for piece in pieces:
-            call_id = None if piece.message_index is None else call_ids[piece.message_index]
-            ledger.append_observation(piece.ids, origin=piece.origin, turn=turn, call_id=call_id)
-        return RequestState.RUNNING
-
-    def _exhausted(self, added: int = 0) -> StopReason | None:
-        """Why nothing more could be sampled once `added` tokens were appended; None when something could."""
-        ledger = self.request.ledger
-        if ledger.num_response_tokens + added >= self._config.max_response_tokens:
-            return StopReason.MAX_RESPONSE_TOKENS
-        if ledger.num_tokens + added >= self._max_model_len:
-            return StopReason.MAX_MODEL_LEN
-        return None
-
-    @property
-    def _max_model_len(self) -> int:
-        return min(self._config.max_model_len or self._context.max_model_len, self._context.max_model_len)
+        return self._history.observe(messages, turn=turn, call_ids=call_ids) or RequestState.RUNNING
 
     def _note_turn(self, parsed: ParsedTurn, turn: int) -> None:
         """Keep the turn as a message, and number its calls."""
-        self._turn = _Turn([NumberedCall(call_id=f"call_{turn}_{i}", call=call) for i, call in enumerate(parsed.calls)])
+        self._turn = _Turn([NumberedCall(call_id=call_id(turn, i), call=call) for i, call in enumerate(parsed.calls)])
+        if any(isinstance(call, BrokenCall) for call in parsed.calls):
+            self._broken_turns.add(turn)
         made = [
             ToolCall(id=n.call_id, function=FunctionCall(name=n.call.name, arguments=n.call.arguments))
             for n in self._turn.calls
@@ -333,7 +336,7 @@ class Rollout:
 
     def _own_words(self) -> str:
         """What the model sampled, turn by turn, and nothing anyone else said."""
-        sampled = (s for s in self.request.ledger.segments if s.origin is Origin.SAMPLED)
+        sampled = (s for row in self.request.rows for s in row.segments if s.origin is Origin.SAMPLED)
         return "\n".join(self._context.template.decode(segment.ids) for segment in sampled)
 
     def _scorer_info(
@@ -344,7 +347,7 @@ class Rollout:
             "request_id": self._spec.request_id,
             "stop_reason": stop_reason.value,
             "messages": [message.for_template() for message in self.request.messages],
-            "full_text": self._context.template.decode(self.request.ledger.response_ids),
+            "full_text": "\n".join(self._context.template.decode(row.response_ids) for row in self.request.rows),
             "tool_rewards": list(tool_rewards),
             "calc_rewards": calc_rewards,
             "num_turns": self.request.metrics.assistant_turns,
@@ -363,13 +366,14 @@ class Rollout:
             state=request.state,
             stop_reason=stop_reason,
             disposition=self._disposition(stop_reason),
-            segments=request.ledger.segments,
-            turns=request.ledger.turns,
+            segments=tuple(segment for row in request.rows for segment in row.segments),
+            turns=tuple(record for row in request.rows for record in row.turns),
             messages=tuple(request.messages),
             rewards=rewards,
             tool_calls=tuple(self._records),
             error=request.error,
             metrics=request.metrics,
+            drift=self._history.drift_examples,
             truncated_sampling=spec.sampling.truncates,
             data_source=spec.data_source,
             ground_truth=spec.ground_truth,

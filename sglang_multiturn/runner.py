@@ -19,6 +19,7 @@ from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import Engine
 from sglang_multiturn.errors import BatchFailedError, EngineDiedError
+from sglang_multiturn.history import check_template
 from sglang_multiturn.interactions.base import Interaction
 from sglang_multiturn.request import RequestSpec, RequestState
 from sglang_multiturn.rewards import RewardFn
@@ -44,9 +45,11 @@ class RolloutEngine:
         reward_fn: RewardFn | None = None,
         interaction: Interaction | None = None,
     ) -> None:
+        """Raises TemplateError: the template could never show what tools or users will say."""
         self.engine = engine
         self.template = template
         self.tools = tools or ToolRegistry()
+        check_template(template, self.tools, interaction)
         self.config = config or RolloutConfig()
         self._parser = parser or make_parser(self.config.tool_parser, template)
         self._reward_fn = reward_fn
@@ -71,8 +74,9 @@ class RolloutEngine:
             EngineDiedError: the engine went away; requests that were in flight have no trajectory and can be asked again.
         """
         results: asyncio.Queue[Trajectory | None] = asyncio.Queue(maxsize=self.config.max_concurrent)
+        context = self._context()
         # A task and not a TaskGroup: the consumer may leave between two yields, in whatever task it likes.
-        pump = asyncio.create_task(self._pump(iter(specs), results), name="rollouts")
+        pump = asyncio.create_task(self._pump(iter(specs), results, context), name="rollouts")
         verdict = _Verdict(self.config.max_failed_fraction)
         try:
             while (trajectory := await results.get()) is not None:
@@ -103,23 +107,28 @@ class RolloutEngine:
         for rollout in self._rollouts.values():
             rollout.abort()
 
-    async def _pump(self, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None]) -> None:
+    async def _pump(
+        self, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None], context: RolloutContext
+    ) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.config.max_concurrent):
                     if (spec := next(specs, None)) is None:
                         break
-                    group.create_task(self._lane(spec, specs, results))
+                    group.create_task(self._lane(spec, specs, results, context))
         except ExceptionGroup as errors:
             await results.put(None)  # the consumer still waits: let it come and see
             raise errors.exceptions[0] from errors
         await results.put(None)
 
     async def _lane(
-        self, spec: RequestSpec | None, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None]
+        self,
+        spec: RequestSpec | None,
+        specs: Iterator[RequestSpec],
+        results: asyncio.Queue[Trajectory | None],
+        context: RolloutContext,
     ) -> None:
         """One after the other, until there are no more."""
-        context = self._context()
         while spec is not None:
             rollout = self._rollouts[spec.request_id] = Rollout(spec, context)
             try:

@@ -23,6 +23,8 @@ class RunSummary:
         self.sampled_tokens = 0
         self.stop_reasons: collections.Counter[str] = collections.Counter()
         self.error_examples: dict[str, str] = {}
+        self.drift_examples: dict[str, str] = {}
+        self.rows = 0
         self.metrics = RolloutMetrics()
         self._reward_sum = 0.0
         self._rewarded = 0
@@ -35,10 +37,13 @@ class RunSummary:
         self.stop_reasons[trajectory.stop_reason.value] += 1
         self.metrics.add(trajectory.metrics)
         self._with_calls += trajectory.metrics.tool_calls > 0
-        ledger = trajectory.ledger
-        self.prompt_tokens += ledger.num_prompt_tokens
-        self.response_tokens += ledger.num_response_tokens
-        self.sampled_tokens += ledger.num_sampled_tokens
+        for row in trajectory.rows:
+            self.rows += 1
+            self.prompt_tokens += row.num_prompt_tokens
+            self.response_tokens += row.num_response_tokens
+            self.sampled_tokens += row.num_sampled_tokens
+        for drift in trajectory.drift:
+            self.drift_examples.setdefault(drift.kind.value, f"{trajectory.request_id}: {drift}")
         if trajectory.reward is not None:
             self._reward_sum += trajectory.reward
             self._rewarded += 1
@@ -70,6 +75,7 @@ class RunSummary:
         """Everything, ready for JSON."""
         return {
             "rollouts": self.rollouts,
+            "rows": self.rows,
             "failed": self.failed,
             "reward_mean": None if math.isnan(self.reward_mean) else self.reward_mean,
             "tool_call_rate": self.tool_call_rate,
@@ -80,5 +86,6 @@ class RunSummary:
             "response_tokens": self.response_tokens,
             "sampled_tokens": self.sampled_tokens,
             "error_examples": self.error_examples,
+            "drift_examples": self.drift_examples,
             "metrics": dataclasses.asdict(self.metrics),
         }

@@ -1,4 +1,4 @@
-"""The token ledger: every token of a conversation, in order, with where it came from.
+"""The token ledger: every token of a row, in order, with where it came from.
 
 Append-only. What the engine sampled goes in as the engine's own ids and is never tokenised again; everything else is
 appended under the origin it has. Mask, log-probabilities and weight versions are *derived* from the segments, so they
@@ -6,17 +6,23 @@ cannot have another length than the ids, and this is the only module that writes
 
     prompt | sampled (turn 0) | boundary | tool | boundary | sampled (turn 1) | ...
     mask:     1 1 1 ... 1        0 ... 0   0 .. 0   0 .. 0    1 1 ... 1
+
+A conversation is one row, or several where `history: split` rendered it anew: each prompt segment starts a row
+(`rows_of`). Ids and log-probabilities are kept once, in the segments, as 4 bytes each: log-probabilities are float32,
+which is what engines compute and trainers train with, so an engine's own values are kept exactly.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -42,12 +48,25 @@ class Origin(StrEnum):
     """What the template puts around all these, an end-of-turn token the model did not sample included."""
 
 
+def _read(typecode: str, values: Any) -> Any:
+    """Numbers of a file as an array; null is a log-probability that was no number. Raises ValueError."""
+    try:
+        return array(typecode, [math.nan if value is None else value for value in values])
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"a list of numbers is needed: {error}") from error
+
+
+def _write_logprobs(values: Iterable[float]) -> list[float]:
+    """Nine digits tell a float32 from its neighbours; its double would be written with seventeen."""
+    return [float(f"{value:.9g}") for value in values]
+
+
 if TYPE_CHECKING:
     TokenIds = array[int]
     Logprobs = array[float]
 else:  # `array` cannot be subscripted at run time, and pydantic has to be told how to read one
-    TokenIds = Annotated[array, PlainValidator(lambda ids: array("i", ids)), PlainSerializer(list)]
-    Logprobs = Annotated[array, PlainValidator(lambda values: array("d", values)), PlainSerializer(list)]
+    TokenIds = Annotated[array, PlainValidator(lambda ids: _read("i", ids)), PlainSerializer(list)]
+    Logprobs = Annotated[array, PlainValidator(lambda values: _read("f", values)), PlainSerializer(_write_logprobs)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +78,7 @@ class Segment:
     """The assistant turn (from 0) that sampled them or that they follow; 0 for the prompt."""
     ids: TokenIds
     logprobs: Logprobs | None = None
-    """One a token for sampled ones when the engine kept them; None for every other origin."""
+    """One a token (float32) for sampled ones when the engine kept them; None for every other origin."""
     weight_version: int | None = None
     call_id: str | None = None
     """The tool call these tokens answer."""
@@ -86,16 +105,22 @@ class TurnRecord:
 
 def digest_ids(ids: Iterable[int]) -> str:
     """A short digest of token ids, to compare what an engine saw with what a ledger holds."""
-    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).hexdigest()
+    digest = _digest()
+    digest.update(array("i", ids))
+    return digest.hexdigest()
+
+
+def _digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=8)
 
 
 class TokenLedger:
-    """All tokens of one conversation. Shapes: every `response_*` list has `num_response_tokens` entries."""
+    """All tokens of one row. Shapes: every `response_*` list has `num_response_tokens` entries."""
 
-    __slots__ = ("_ids", "_prompt_tokens", "_segments", "_turns")
+    __slots__ = ("_prompt_tokens", "_segments", "_tokens", "_turns")
 
     def __init__(self, segments: Iterable[Segment] = (), turns: Iterable[TurnRecord] = ()) -> None:
-        self._ids: array[int] = array("i")
+        self._tokens = 0
         self._prompt_tokens = 0
         self._segments: list[Segment] = []
         self._turns: list[TurnRecord] = list(turns)
@@ -112,7 +137,7 @@ class TokenLedger:
 
     def append_sampled(self, generation: Generation, *, turn: int, given: Sequence[int], attempt: int = 0) -> None:
         """One generation's tokens, and a record of the ids the engine was `given` for it."""
-        logprobs = None if generation.logprobs is None else array("d", generation.logprobs)
+        logprobs = None if generation.logprobs is None else array("f", generation.logprobs)
         segment = Segment(
             origin=Origin.SAMPLED,
             turn=turn,
@@ -143,7 +168,7 @@ class TokenLedger:
         if segment.origin is Origin.PROMPT:
             self._prompt_tokens += len(segment.ids)
         self._segments.append(segment)
-        self._ids.extend(segment.ids)
+        self._tokens += len(segment.ids)
 
     # What is derived
 
@@ -160,17 +185,17 @@ class TokenLedger:
     @property
     def input_ids(self) -> list[int]:
         """All tokens so far: what the next generation is given."""
-        return self._ids.tolist()
+        return _ids_of(self._segments)
 
     @property
     def prompt_ids(self) -> list[int]:
         """The prompt's ids."""
-        return self._ids[: self._prompt_tokens].tolist()
+        return _ids_of(segment for segment in self._segments if segment.origin is Origin.PROMPT)
 
     @property
     def response_ids(self) -> list[int]:
         """All ids after the prompt."""
-        return self._ids[self._prompt_tokens :].tolist()
+        return _ids_of(self._response_segments())
 
     def response_mask(self, *, cleared: bool = False) -> list[int]:
         """1 on sampled tokens, 0 elsewhere; all 0 when a policy cleared it."""
@@ -206,7 +231,7 @@ class TokenLedger:
     @property
     def num_tokens(self) -> int:
         """Prompt and response."""
-        return len(self._ids)
+        return self._tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -216,7 +241,7 @@ class TokenLedger:
     @property
     def num_response_tokens(self) -> int:
         """Everything after the prompt."""
-        return len(self._ids) - self._prompt_tokens
+        return self._tokens - self._prompt_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -247,50 +272,79 @@ class TokenLedger:
         """The very last token when it was sampled; None when something else follows or nothing was sampled."""
         last = self._segments[-1] if self._segments else None
         sampled = last is not None and last.origin is Origin.SAMPLED and len(last.ids) > 0
-        return self._ids[-1] if sampled else None
+        return last.ids[-1] if last is not None and sampled else None
 
     def _response_segments(self) -> Iterator[Segment]:
         return (segment for segment in self._segments if segment.origin is not Origin.PROMPT)
 
-    def check(self, *, end_id: int | None = None) -> None:
+    def check(self, *, end_ids: Collection[int] | None = None) -> None:
         """Prove that this ledger is what the engine saw and said: invariants 1 to 3 of docs/architecture.md, and 4.
 
         Args:
-            end_id: the template's end-of-turn id; None leaves invariant 4 out.
+            end_ids: the template's own ends of a turn (`ChatTemplate.end_ids`); None leaves invariant 4 out.
 
         Raises:
             LedgerError: naming the turn and what disagrees.
         """
         if any(segment.origin is Origin.PROMPT for segment in self._segments[1:]):
             raise LedgerError("a prompt segment stands after the start")
-        sampled = [(i, s) for i, s in enumerate(self._segments) if s.origin is Origin.SAMPLED]
-        if len(sampled) != len(self._turns):
-            raise LedgerError(f"{len(self._turns)} generations were recorded but {len(sampled)} sampled segments stand")
-        starts = [0]
-        for segment in self._segments:
-            starts.append(starts[-1] + len(segment.ids))
-        for record, (index, segment) in zip(self._turns, sampled, strict=True):
-            given = self._ids[: starts[index]]
-            if record.input_tokens != len(given) or record.input_digest != digest_ids(given):
-                raise LedgerError(f"turn {record.turn}: the engine was not given the tokens that stand before it")
-            if record.sampled_tokens != len(segment.ids) or record.turn != segment.turn:
-                raise LedgerError(f"turn {record.turn}: the sampled segment is not the one that was recorded")
-        if end_id is not None:
-            self._check_ends(end_id)
+        self._check_turns()
+        if end_ids is not None:
+            self._check_ends(end_ids)
         sizes = {len(self.response_ids), len(self.response_mask()), len(self.response_weight_versions)}
         if (logprobs := self.response_logprobs) is not None:
             sizes.add(len(logprobs))
         if len(sizes) != 1:
             raise LedgerError(f"ids, mask, log-probabilities and versions have different lengths: {sorted(sizes)}")
 
-    def _check_ends(self, end_id: int) -> None:
-        """A sampled turn that something follows ends with `end_id` exactly once, whoever said it."""
+    def _check_turns(self) -> None:
+        """What each generation was given is what stands before it, and what it sampled is what stands here."""
+        sampled = sum(segment.origin is Origin.SAMPLED for segment in self._segments)
+        if sampled != len(self._turns):
+            raise LedgerError(f"{len(self._turns)} generations were recorded but {sampled} sampled segments stand")
+        records = iter(self._turns)
+        before, seen = 0, _digest()
+        for segment in self._segments:
+            if segment.origin is Origin.SAMPLED:
+                record = next(records)
+                if record.input_tokens != before or record.input_digest != seen.hexdigest():
+                    raise LedgerError(f"turn {record.turn}: the engine was not given the tokens that stand before it")
+                if record.sampled_tokens != len(segment.ids) or record.turn != segment.turn:
+                    raise LedgerError(f"turn {record.turn}: the sampled segment is not the one that was recorded")
+            before += len(segment.ids)
+            seen.update(segment.ids)
+
+    def _check_ends(self, end_ids: Collection[int]) -> None:
+        """A sampled turn that something follows has an end of the template's, once, whoever said it."""
         for segment, following in itertools.pairwise(self._segments):
             if segment.origin is not Origin.SAMPLED:
                 continue
-            sampled = len(segment.ids) > 0 and segment.ids[-1] == end_id
-            added = following.origin is Origin.BOUNDARY and following.ids[0] == end_id
-            if sampled == added:
+            last = segment.ids[-1] if len(segment.ids) else None
+            first = following.ids[0] if following.origin is Origin.BOUNDARY else None
+            if last in end_ids and last == first:
+                raise LedgerError(f"turn {segment.turn}: the end-of-turn id {last} stands twice")
+            if last not in end_ids and first not in end_ids:
                 raise LedgerError(
-                    f"turn {segment.turn}: the end-of-turn id {end_id} stands {'twice' if sampled else 'nowhere'}"
+                    f"turn {segment.turn}: an end-of-turn id {sorted(end_ids)} stands nowhere, "
+                    f"neither as its last id {last} nor as the first that follows, {first}"
                 )
+
+
+def rows_of(segments: Iterable[Segment], turns: Iterable[TurnRecord]) -> tuple[TokenLedger, ...]:
+    """The rows of a whole conversation, at least one: each prompt starts one, and turns go with what they sampled."""
+    rows: list[list[Segment]] = [[]]
+    for segment in segments:
+        if segment.origin is Origin.PROMPT and rows[-1]:
+            rows.append([])
+        rows[-1].append(segment)
+    records = iter(turns)
+    sampled = [sum(segment.origin is Origin.SAMPLED for segment in row) for row in rows]
+    sampled[-1] = sys.maxsize  # a record too many stays, to be found by `check`
+    return tuple(TokenLedger(row, itertools.islice(records, n)) for row, n in zip(rows, sampled, strict=True))
+
+
+def _ids_of(segments: Iterable[Segment]) -> list[int]:
+    ids = array("i")
+    for segment in segments:
+        ids.extend(segment.ids)
+    return ids.tolist()

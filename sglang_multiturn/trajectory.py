@@ -1,12 +1,13 @@
 """What a rollout leaves behind: one `Trajectory` per request, whatever happened, in memory and as a line of JSON.
 
-The tokens are the ledger's segments, so ids, mask, log-probabilities and versions of a trajectory read from a file
-are derived again, by the same code, from the same record.
+The tokens are the ledgers' segments, so ids, mask, log-probabilities and versions of a trajectory read from a file
+are derived again, by the same code, from the same record. A prompt segment starts a row; with `history: keep`, the
+default, there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -15,11 +16,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from sglang_multiturn.chat.calls import BrokenKind
+from sglang_multiturn.chat.drift import DriftExample
 from sglang_multiturn.errors import DataError, LedgerError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import Disposition, ErrorRecord, RequestState, StopReason, final_state
 from sglang_multiturn.schemas import Message
-from sglang_multiturn.tokens import Segment, TokenLedger, TurnRecord
+from sglang_multiturn.tokens import Segment, TokenLedger, TurnRecord, rows_of
 
 
 class CallOutcome(StrEnum):
@@ -44,6 +47,8 @@ class ToolCallRecord:
     arguments: dict[str, Any] | None
     """None when they did not parse."""
     outcome: CallOutcome
+    broken: BrokenKind | None = None
+    """What was wrong with a malformed one."""
     answer: str
     """What the model was shown."""
     reward: float = 0.0
@@ -86,6 +91,8 @@ class Trajectory:
     tool_calls: tuple[ToolCallRecord, ...] = ()
     error: ErrorRecord | None = None
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    drift: tuple[DriftExample, ...] = ()
+    """One example of each way in which the tokens differ from what the template renders; metrics have the counts."""
     truncated_sampling: bool = False
     """Sampling left the distribution whose log-probabilities are reported (top_p, top_k, min_p or penalties)."""
     data_source: str = ""
@@ -94,9 +101,14 @@ class Trajectory:
     spec_digest: str = ""
 
     @cached_property
+    def rows(self) -> tuple[TokenLedger, ...]:
+        """What is trained, at least one row. Together they hold every sampled token once."""
+        return rows_of(self.segments, self.turns)
+
+    @property
     def ledger(self) -> TokenLedger:
-        """The segments as a ledger; everything below is derived by it."""
-        return TokenLedger(self.segments, self.turns)
+        """The last row, which is the only one unless `history: split` began another; all below is derived by it."""
+        return self.rows[-1]
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -133,17 +145,21 @@ class Trajectory:
         """Short for `rewards.reward`."""
         return self.rewards.reward
 
-    def check(self, *, end_id: int | None = None) -> None:
-        """Prove the invariants that one trajectory can show; `end_id` is the template's end-of-turn id.
+    def check(self, *, end_ids: Collection[int] | None = None) -> None:
+        """Prove the invariants that one trajectory can show, in every row.
+
+        Args:
+            end_ids: the template's own ends of a turn (`ChatTemplate.end_ids`); None leaves the ends out.
 
         Raises:
             LedgerError: the tokens are not what the engine saw and said.
             DataError: state and stop_reason do not belong together.
         """
-        try:
-            self.ledger.check(end_id=end_id)
-        except LedgerError as error:
-            raise LedgerError(f"request {self.request_id}: {error}") from error
+        for row in self.rows:
+            try:
+                row.check(end_ids=end_ids)
+            except LedgerError as error:
+                raise LedgerError(f"request {self.request_id}: {error}") from error
         if final_state(self.stop_reason) is not self.state:
             raise DataError(f"request {self.request_id}: state {self.state} does not belong to {self.stop_reason}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +23,54 @@ from sglang_multiturn import (
     Trajectory,
     run_one,
 )
+from sglang_multiturn.chat.byte_chatml import END_OF_TEXT, IM_END, IM_START
 from sglang_multiturn.chat.parsing import HermesParser
-from sglang_multiturn.interactions.base import Interaction
+from sglang_multiturn.chat.template import ChatTemplate
+from sglang_multiturn.interactions.base import Done, Interaction, Observation
+from sglang_multiturn.request import StopReason
 from sglang_multiturn.rewards import RewardFn
-from sglang_multiturn.schemas import FunctionSchema, ToolSchema
+from sglang_multiturn.schemas import FunctionSchema, Role, ToolSchema
 
 TEMPLATE = ByteChatML()
+_CONTROLS = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
 Turns = Sequence[ScriptedTurn | str]
+
+
+class ForgetfulChatML(ByteChatML):
+    """Shows thoughts, and no more of an earlier turn's once a user has spoken after it, as Qwen3 does."""
+
+    def keeps_history(self, role: Role) -> bool:
+        return role != "user"
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        last = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+        return super().encode_prompt([_aloud(m) if i > last else m for i, m in enumerate(messages)], tools)
+
+
+def _aloud(message: Message) -> Message:
+    thoughts = (message.model_extra or {}).get("reasoning_content")
+    return message.model_copy(
+        update={"content": f"<think>\n{thoughts}\n</think>\n\n{message.text}"} if thoughts else {}
+    )
+
+
+class Asking:
+    """A user who says these words, one after each turn, and then leaves."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    async def respond(self, request_id: str, messages: Sequence[Message]) -> Observation | Done:
+        said = sum(message.role == "user" for message in messages) - 1
+        if said == len(self._words):
+            return Done(reason=StopReason.USER_STOP)
+        return Observation(text=self._words[said])
+
+
+def tokens(text: str) -> list[int]:
+    """Ids of text in which control tokens are written out."""
+    pieces = re.split(f"({'|'.join(map(re.escape, _CONTROLS))})", text)
+    return [i for piece in pieces for i in ([_CONTROLS[piece]] if piece in _CONTROLS else piece.encode())]
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -47,10 +89,11 @@ def context(
     config: RolloutConfig | None = None,
     reward_fn: RewardFn | None = None,
     interaction: Interaction | None = None,
+    template: ChatTemplate = TEMPLATE,
 ) -> RolloutContext:
     return RolloutContext(
         generator=engine,
-        template=TEMPLATE,
+        template=template,
         tools=ToolRegistry(tools),
         parser=HermesParser(),
         config=config or RolloutConfig(),
@@ -68,13 +111,14 @@ async def roll(
     reward_fn: RewardFn | None = None,
     interaction: Interaction | None = None,
     max_model_len: int = 32_768,
+    template: ChatTemplate = TEMPLATE,
     **changes: Any,
 ) -> Trajectory:
     """One scripted conversation, checked."""
-    engine = ScriptedEngine.playing(TEMPLATE, {"r": turns}, max_model_len=max_model_len)
+    engine = ScriptedEngine.playing(template, {"r": turns}, max_model_len=max_model_len)
     async with engine:
-        trajectory = await run_one(spec(**changes), context(engine, tools, config, reward_fn, interaction))
-    trajectory.check(end_id=TEMPLATE.stop_token_ids[0])
+        trajectory = await run_one(spec(**changes), context(engine, tools, config, reward_fn, interaction, template))
+    trajectory.check(end_ids=template.end_ids)
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
     return trajectory
 
@@ -150,7 +194,9 @@ class AnsweringTool(RecordingTool):
 __all__ = [
     "TEMPLATE",
     "AnsweringTool",
+    "Asking",
     "FailingTool",
+    "ForgetfulChatML",
     "HangingTool",
     "RecordingTool",
     "ToolError",
@@ -158,4 +204,5 @@ __all__ = [
     "context",
     "roll",
     "spec",
+    "tokens",
 ]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_multiturn import RolloutConfig, SamplingParams, ScriptedEngine, ScriptedTurn, ToolResponse, run_one
 from sglang_multiturn.chat.byte_chatml import END_OF_TEXT, IM_END, IM_START
+from sglang_multiturn.chat.calls import BrokenKind
 from sglang_multiturn.engine.base import FinishReason, GenerationId
 from sglang_multiturn.errors import EngineError
 from sglang_multiturn.interactions.base import Done, Observation
@@ -59,7 +60,7 @@ async def test_two_turns_token_by_token() -> None:
         (Origin.PROMPT, None),
         (Origin.SAMPLED, None),
         (Origin.BOUNDARY, None),
-        (Origin.TOOL, "call_0_0"),
+        (Origin.TOOL, "call00000"),
         (Origin.BOUNDARY, None),
         (Origin.SAMPLED, None),
     ]
@@ -73,18 +74,6 @@ async def test_ids_the_tokenizer_would_never_choose_are_kept_and_given_back() ->
     trajectory = await roll([ScriptedTurn(token_ids=odd), "ok"], [RecordingTool()])
     assert tuple(trajectory.segments[1].ids) == (*odd, IM_END)
     assert trajectory.turns[1].input_tokens == sum(len(s.ids) for s in trajectory.segments[:-1])
-
-
-async def test_a_turn_that_ended_with_another_end_token_gets_the_templates_as_a_boundary() -> None:
-    turn = ScriptedTurn(text=call("echo"), end_id=END_OF_TEXT)
-    trajectory = await roll([turn, "ok"], [RecordingTool()])
-    assert trajectory.segments[1].ids[-1] == END_OF_TEXT
-    assert trajectory.segments[2].origin is Origin.BOUNDARY
-    assert trajectory.segments[2].ids[0] == IM_END
-    end = len(trajectory.segments[1].ids)
-    assert trajectory.response_mask[end - 1 : end + 1] == [1, 0]
-    assert trajectory.response_logprobs is not None
-    assert trajectory.response_logprobs[end - 1 : end + 1] == [-0.5, 0.0]
 
 
 async def test_the_budget_counts_the_whole_conversation_and_never_asks_for_zero() -> None:
@@ -235,15 +224,33 @@ async def test_each_mistake_is_answered_and_counted() -> None:
     assert strict.verbs == ["create", "execute", "calc_reward", "release"]
 
 
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ('{"name": "echo", "arguments": {x}}', BrokenKind.JSON),
+        ('{"arguments": {}}', BrokenKind.NAME),
+        ('{"name": "echo", "arguments": [1]}', BrokenKind.ARGUMENTS),
+        ("[1]", BrokenKind.ENVELOPE),
+    ],
+)
+async def test_what_is_wrong_with_a_broken_call_is_recorded_and_counted(said: str, kind: BrokenKind) -> None:
+    turn = f"<tool_call>\n{said}\n</tool_call>"
+    trajectory = await roll([turn, call("nope"), "done"], [RecordingTool()])
+    assert [record.broken for record in trajectory.tool_calls] == [kind, None]
+    assert trajectory.metrics.malformed_calls == 1
+    assert getattr(trajectory.metrics, f"malformed_{kind}") == 1
+    assert sum(getattr(trajectory.metrics, f"malformed_{one}") for one in BrokenKind) == 1
+
+
 async def test_one_broken_call_never_drops_a_good_one_and_answers_keep_the_order() -> None:
     turn = call("echo", n=1) + "<tool_call>\n{broken\n</tool_call>" + call("echo", n=2)
     trajectory = await roll([turn, "done"], [RecordingTool()], RolloutConfig(max_parallel_calls=8))
     assert [(r.call_id, r.outcome) for r in trajectory.tool_calls] == [
-        ("call_0_0", CallOutcome.OK),
-        ("call_0_1", CallOutcome.MALFORMED),
-        ("call_0_2", CallOutcome.OK),
+        ("call00000", CallOutcome.OK),
+        ("call00001", CallOutcome.MALFORMED),
+        ("call00002", CallOutcome.OK),
     ]
-    assert [m.tool_call_id for m in trajectory.messages if m.role == "tool"] == ["call_0_0", "call_0_1", "call_0_2"]
+    assert [m.tool_call_id for m in trajectory.messages if m.role == "tool"] == ["call00000", "call00001", "call00002"]
 
 
 async def test_calls_beyond_the_limit_are_answered_never_dropped() -> None:
@@ -317,17 +324,6 @@ async def test_a_long_answer_is_cut_marked_and_counted() -> None:
     assert "characters cut]" in trajectory.tool_calls[0].answer
     assert trajectory.metrics.cut_tool_results == 1
     assert len(next(s for s in trajectory.segments if s.origin is Origin.TOOL).ids) <= 100
-
-
-async def test_length_inside_a_call_makes_no_call() -> None:
-    tool = RecordingTool()
-    config = RolloutConfig(max_turn_tokens=40, max_response_tokens=1000)
-    trajectory = await roll([call("echo", note="z" * 50), "done"], [tool], config)
-    assert trajectory.stop_reason is StopReason.ANSWERED
-    assert [r.outcome for r in trajectory.tool_calls] == [CallOutcome.MALFORMED]
-    assert "cut at its length limit" in trajectory.tool_calls[0].answer
-    assert tool.verbs == []
-    assert trajectory.segments[2].ids[0] == IM_END
 
 
 # The lifecycle

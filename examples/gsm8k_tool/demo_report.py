@@ -104,12 +104,12 @@ def summarize(
 ) -> Summary:
     """Check every trajectory and sum up. Raises LedgerError or AssertionError on one that breaks an invariant."""
     total = RunSummary()
-    end_id = HFChatTemplate.from_pretrained(base_model).stop_token_ids[0]
+    end_ids = HFChatTemplate.from_pretrained(base_model).end_ids
     seen: set[str] = set()
     calc_rewards = 0
     first_step: list[Trajectory] = []
     for trajectory in trajectories:
-        check_trajectory(trajectory, end_id)
+        check_trajectory(trajectory, end_ids)
         assert trajectory.request_id not in seen, f"{trajectory.request_id} has two trajectories"
         seen.add(trajectory.request_id)
         total.add(trajectory)
@@ -137,9 +137,9 @@ def summarize(
     )
 
 
-def check_trajectory(trajectory: Trajectory, end_id: int) -> None:
+def check_trajectory(trajectory: Trajectory, end_ids: frozenset[int]) -> None:
     """Tokens, masks and ends are the engine's own; each tool instance was judged and released once."""
-    trajectory.check(end_id=end_id)
+    trajectory.check(end_ids=end_ids)
     created = trajectory.metrics.tool_instances_created
     assert trajectory.metrics.tool_instances_released == created, trajectory.request_id
     if trajectory.state is RequestState.COMPLETED:

@@ -1,4 +1,4 @@
-"""Trajectories as verl's training rows. This one function builds every row, of whatever stop reason.
+"""Trajectories as verl's training rows. One function builds every row, of whatever stop reason.
 
     journal:  prompt | sampled | boundary tool boundary | sampled | boundary tool boundary
     row:      prompt | 1 1 1 1   0 0 0 0 0 0 0 0 0 0 0 0   1 1 1 1     (trimmed)
@@ -7,6 +7,11 @@ A row ends with the last *sampled* token: verl puts the score on a row's last to
 masked positions. Every row sets the same fields, since verl makes columns of them: TransferQueue reads a column from every
 row (agent_loop_tq.py:200), V0 takes the first row's `reward_extra_info` keys for all (agent_loop.py:1106), and the weight
 versions must be integers (trainer_base.py:1711).
+
+A conversation that `history: split` cut into several rows gives verl's V1 trainer as many; one in which nothing was
+sampled is left out. Each carries the whole conversation's reward: V1 takes the group's mean and deviation over the last
+row of each session only, and gives that row's advantage to its others (v1/utils.py:158), so that a session counts once
+however many rows it has. What a row cannot hold of the reward in its own step rewards stands on its last token.
 
 A dropped trajectory is no row at all (`[]`) where verl pads what is missing, which is the V1 worker (agent_loop_tq.py:156).
 Elsewhere it is one masked row of one token: it trains nothing itself, but its reward of 0 is part of its group's mean.
@@ -22,7 +27,7 @@ from pydantic import PrivateAttr
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from sglang_multiturn.request import Disposition
-from sglang_multiturn.tokens import NOT_SAMPLED_LOGPROB
+from sglang_multiturn.tokens import NOT_SAMPLED_LOGPROB, TokenLedger
 from sglang_multiturn.trajectory import Trajectory
 
 
@@ -63,30 +68,40 @@ class RowOutput(AgentLoopOutput):
         return fields
 
 
-def training_row(trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan, user_extra: bool) -> RowOutput:
-    """The row of a trajectory that was kept (disposition `train` or `mask`).
+def training_rows(
+    trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan, user_extra: bool
+) -> list[RowOutput]:
+    """The rows of a trajectory that was kept (disposition `train` or `mask`): at least one, in order.
 
     Raises:
         ValueError: log-probabilities are wanted and the trajectory has none.
     """
-    end = trajectory.ledger.num_tokens_to_last_sampled
-    if end == 0:
-        return masked_row(trajectory, rules, versions=versions, user_extra=user_extra)
-    logprobs = trajectory.response_logprobs
+    sampled = [row for row in trajectory.rows if row.num_tokens_to_last_sampled]
+    extra = _reward_extra(trajectory, rules, user_extra=user_extra)
+    if not sampled:
+        return [masked_row(trajectory, rules, versions=versions, user_extra=user_extra)]
+    return [_training_row(trajectory, row, rules, versions, extra) for row in sampled]
+
+
+def _training_row(
+    trajectory: Trajectory, ledger: TokenLedger, rules: RowRules, versions: VersionSpan, extra: dict[str, Any]
+) -> RowOutput:
+    end = ledger.num_tokens_to_last_sampled
+    logprobs = ledger.response_logprobs
     if rules.with_logprobs and logprobs is None:
         raise ValueError(f"request {trajectory.request_id}: log-probabilities were asked for and the server sent none")
     row = _row(
         trajectory,
         rules,
-        prompt_ids=trajectory.prompt_ids,
-        response_ids=trajectory.response_ids[:end],
-        response_mask=trajectory.response_mask[:end],
+        prompt_ids=ledger.prompt_ids,
+        response_ids=ledger.response_ids[:end],
+        response_mask=ledger.response_mask(cleared=trajectory.disposition is Disposition.MASK)[:end],
         response_logprobs=logprobs[:end] if logprobs is not None else [],
         reward=trajectory.reward or 0.0,
         versions=versions,
-        extra=_reward_extra(trajectory, rules, user_extra=user_extra),
+        extra=dict(extra),
     )
-    row._step_rewards = _step_rewards(trajectory, rules)
+    row._step_rewards = _step_rewards(trajectory, ledger, rules)
     return row
 
 
@@ -99,7 +114,7 @@ def masked_row(trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan
     return _row(
         trajectory,
         rules,
-        prompt_ids=trajectory.prompt_ids[-rules.max_prompt_tokens :] or [rules.filler_id],
+        prompt_ids=trajectory.rows[0].prompt_ids[-rules.max_prompt_tokens :] or [rules.filler_id],
         response_ids=[rules.filler_id],
         response_mask=[0],
         response_logprobs=[NOT_SAMPLED_LOGPROB],
@@ -159,10 +174,11 @@ def _reward_extra(trajectory: Trajectory, rules: RowRules, *, user_extra: bool) 
     return extra | trajectory.rewards.extra if user_extra else extra
 
 
-def _step_rewards(trajectory: Trajectory, rules: RowRules) -> tuple[tuple[int, float], ...]:
+def _step_rewards(trajectory: Trajectory, row: TokenLedger, rules: RowRules) -> tuple[tuple[int, float], ...]:
+    """The step rewards of the row's own turns, with where they stand."""
     if rules.tool_reward_weight == 0.0:
         return ()
-    placed = ((trajectory.ledger.turn_end(call.turn), call.reward) for call in trajectory.tool_calls)
+    placed = ((row.turn_end(call.turn), call.reward) for call in trajectory.tool_calls)
     return tuple((end, rules.tool_reward_weight * reward) for end, reward in placed if end is not None and reward)
 
 

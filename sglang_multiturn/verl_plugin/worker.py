@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.chat.hf_template import HFChatTemplate
+from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.engine.base import SamplingParams
-from sglang_multiturn.errors import DataError, SglangMultiturnError
+from sglang_multiturn.errors import ConfigError, DataError, SglangMultiturnError
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.request import Disposition, ErrorRecord, RequestSpec, RequestState, StopReason
 from sglang_multiturn.rewards import RewardFn
@@ -28,7 +28,7 @@ from sglang_multiturn.trajectory import Trajectory
 from sglang_multiturn.verl_plugin.compat import LoadedTools, registry_of
 from sglang_multiturn.verl_plugin.generator import VerlGenerator
 from sglang_multiturn.verl_plugin.requests import RequestNames, plain, request_spec
-from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, masked_row, training_row, version_span
+from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, masked_row, training_rows, version_span
 from sglang_multiturn.verl_plugin.settings import CONTEXT_RESERVE_TOKENS, merge_settings
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class WorkerContext:
         rollout = config.actor_rollout_ref.rollout
         yaml_settings = tools.config.rollout if isinstance(tools, LoadedTools) else None
         self.settings = merge_settings(rollout, yaml_settings, entry)
+        if self.settings.history == "split":
+            refuse_split(config)
         self.generator = VerlGenerator(
             server_manager,
             rollout_name=rollout.name,
@@ -101,6 +103,9 @@ class WorkerContext:
 
     async def run(self, sampling_params: Mapping[str, Any], row: Mapping[str, Any]) -> list[RowOutput] | RowOutput:
         """One conversation of verl's, as rows: a list for the V1 worker, exactly one for any other."""
+        takes_rows = "session_id" in row  # only the V1 worker passes it (agent_loop_tq.py:116): any number, also none
+        if self.settings.history == "split" and not takes_rows:
+            raise ConfigError(f"history: split: {_ONE_ROW}")
         spec: RequestSpec | None = None
         try:
             spec = request_spec(
@@ -116,37 +121,37 @@ class WorkerContext:
             logger.error("%s", error)
             trajectory = failed_row(row, error)
         self._write(trajectory)
-        takes_no_row = "session_id" in row  # only the V1 worker passes it (agent_loop_tq.py:116), and takes `[]`
-        rows = self._rows(trajectory, takes_no_row=takes_no_row, step=int(row.get("global_steps", 1)))
-        return rows if takes_no_row else rows[0]
+        rows = self._rows(trajectory, takes_rows=takes_rows, step=int(row.get("global_steps", 1)))
+        return rows if takes_rows else rows[0]
 
-    def _rows(self, trajectory: Trajectory, *, takes_no_row: bool, step: int) -> list[RowOutput]:
+    def _rows(self, trajectory: Trajectory, *, takes_rows: bool, step: int) -> list[RowOutput]:
         """What verl gets. A dropped trajectory leaves no row where verl can do without."""
         span = self.generator.take_span(trajectory.request_id)
         # Rollouts of step n are sampled by the weights of step n-1 (trainer_base.py:1758).
-        versions = span or version_span(trajectory.response_weight_versions, unknown=max(0, step - 1))
+        known = [version for row in trajectory.rows for version in row.response_weight_versions]
+        versions = span or version_span(known, unknown=max(0, step - 1))
         kept = self._is_kept(trajectory)
         group_is_empty = (
             self._groups is not None
-            and takes_no_row
+            and takes_rows
             and not trajectory.validate
             and self._groups.is_empty_after(trajectory.uid, kept=kept)
         )
         if kept:
-            return [training_row(trajectory, self.rules, versions=versions, user_extra=takes_no_row)]
+            return training_rows(trajectory, self.rules, versions=versions, user_extra=takes_rows)
         reason = trajectory.stop_reason.value
-        if takes_no_row and self.settings.failed_rows == "drop" and not group_is_empty:
+        if takes_rows and self.settings.failed_rows == "drop" and not group_is_empty:
             self._count(self.dropped, reason, "dropped: no row, its group is smaller by one")
             return []
         self._count(
             self.masked, reason, "kept as a masked row of reward 0, which shifts its group's mean and deviation"
         )
-        return [masked_row(trajectory, self.rules, versions=versions, user_extra=takes_no_row)]
+        return [masked_row(trajectory, self.rules, versions=versions, user_extra=takes_rows)]
 
     def _is_kept(self, trajectory: Trajectory) -> bool:
         if trajectory.disposition is Disposition.DROP:
             return False
-        if self.rules.with_logprobs and trajectory.response_logprobs is None:
+        if self.rules.with_logprobs and any(row.response_logprobs is None for row in trajectory.rows):
             logger.error("request %s: verl's server sent no log-probabilities; dropped", trajectory.request_id)
             return False
         return True
@@ -229,6 +234,24 @@ def chat_template(config: Any, tokenizer: Any) -> HFChatTemplate:
         stop_token_ids=[ends] if isinstance(ends, int) else ends or (),
         chat_template_kwargs=plain(config.data.get("apply_chat_template_kwargs") or {}),
     )
+
+
+_ONE_ROW = "this trainer takes one row a conversation; set trainer.use_v1=true (verl's V1 trainer takes several), or history: keep"
+_COUNTS_SESSIONS_ONCE = frozenset({"grpo", "gae", "reinforce_plus_plus"})
+"""Advantages that several rows of a session do not skew: V1 groups by session for the first (v1/utils.py:170), the
+others compare no rows of a group with each other."""
+
+
+def refuse_split(config: Any) -> None:
+    """Raises ConfigError where `history: split` would fail or skew the advantages of a group."""
+    if not (config.get("trainer") or {}).get("use_v1", False):
+        raise ConfigError(f"history: split: {_ONE_ROW}")
+    estimator = str(getattr(config.algorithm.adv_estimator, "value", config.algorithm.adv_estimator))
+    if estimator not in _COUNTS_SESSIONS_ONCE:
+        raise ConfigError(
+            f"history: split: algorithm.adv_estimator={estimator} compares all rows of a prompt, so that a conversation "
+            f"of several rows would count several times; use {', '.join(sorted(_COUNTS_SESSIONS_ONCE))}, or history: keep"
+        )
 
 
 def reward_function(config: Any) -> RewardFn | None:

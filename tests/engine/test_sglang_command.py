@@ -37,9 +37,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "plain-torch ones stand in" in " ".join(done.stderr.split())
     trajectories = list(read_trajectories(tmp_path / "out" / "trajectories.jsonl"))
     assert {t.request_id for t in trajectories} == {f"{i}-{j}" for i in range(16) for j in range(2)}
-    end_id = HFChatTemplate.from_pretrained(TINY_MODEL).stop_token_ids[0]
+    end_ids = HFChatTemplate.from_pretrained(TINY_MODEL).end_ids
     for trajectory in trajectories:
-        trajectory.check(end_id=end_id)
+        trajectory.check(end_ids=end_ids)
         assert trajectory.state is RequestState.COMPLETED
         assert trajectory.reward in (0.0, 1.0)
     assert any(t.metrics.tool_calls for t in trajectories)

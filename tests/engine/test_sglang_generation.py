@@ -12,9 +12,11 @@ import pytest
 import pytest_asyncio
 from engine.subjects import TEST_TIMEOUT_S, TINY_MODEL, Subject, new_id
 
+from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.engine.base import FinishReason, GenerationId, SamplingParams
 from sglang_multiturn.engine.sglang_engine import SGLangEngine
 from sglang_multiturn.errors import EngineError, WeightUpdateError
+from sglang_multiturn.rollout import before_stop
 
 pytestmark = pytest.mark.slow
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -49,6 +51,20 @@ async def test_a_stop_id_ends_the_turn_and_stays_in_it(sglang_subject: Subject) 
         assert (list(stopped.token_ids), stopped.finish_reason) == (cut, FinishReason.STOP)
         assert stopped.logprobs is not None
         assert len(stopped.logprobs) == len(cut)
+
+
+async def test_a_stop_string_ends_the_turn_and_its_ids_stay_in_it(sglang_subject: Subject) -> None:
+    template = HFChatTemplate.from_pretrained(TINY_MODEL)
+    free = await sglang_subject.short(new_id("r"), max_new_tokens=8)
+    texts = [template.decode([*free.token_ids[:n], template.stop_token_ids[0]]) for n in range(9)]
+    stop = texts[5].removeprefix(texts[4])
+    first = next(n for n, text in enumerate(texts) if stop in text)
+    params = SamplingParams(temperature=0.0, max_new_tokens=50, stop=(stop,))
+    stopped = await sglang_subject.engine.generate(GenerationId(new_id("r"), 0), sglang_subject.prompt, params)
+    assert (list(stopped.token_ids), stopped.finish_reason) == (list(free.token_ids[:first]), FinishReason.STOP)
+    assert before_stop(template.decode(stopped.token_ids), params.stop) == texts[first].partition(stop)[0]
+    assert stopped.logprobs is not None
+    assert len(stopped.logprobs) == first
 
 
 async def test_the_next_turn_finds_the_last_one_in_the_cache(sglang_subject: Subject) -> None:

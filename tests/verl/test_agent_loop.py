@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("verl")
 
 import numpy as np
 from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
 from launch import main_ppo_overrides  # type: ignore[import-not-found]  # examples/gsm8k_tool
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl import DataProto
@@ -22,7 +24,10 @@ from verl.workers.rollout.replica import TokenOutput
 from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.engine.base import GenerationId, SamplingParams
 from sglang_multiturn.engine.scripted import Script, ScriptedEngine, ScriptedTurn
+from sglang_multiturn.errors import ConfigError
+from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.base import BaseTool
+from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.trajectory import Trajectory, read_trajectories
 from sglang_multiturn.verl_plugin.worker import GroupCount
 
@@ -41,6 +46,11 @@ class BrokenTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
         return "4", 0.0, {}
+
+
+SHOWN = ToolSchema.model_validate(
+    {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+)
 
 
 class ScriptedServers:
@@ -92,10 +102,7 @@ def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfi
 def tool_yaml(folder: Path, **rollout: Any) -> str:
     """A YAML with the tool above, shown to the model as the calculator."""
     path = folder / "broken.yaml"
-    schema = {
-        "type": "function",
-        "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
-    }
+    schema = SHOWN.for_template()
     entry = {"class_name": f"{BrokenTool.__module__}.BrokenTool", "config": {}, "tool_schema": schema}
     OmegaConf.save(OmegaConf.create({"tools": [entry], "rollout": rollout}), path)
     return str(path)
@@ -266,6 +273,46 @@ async def test_the_last_session_of_an_empty_group_leaves_a_masked_row_for_the_gr
     assert empty[2][0].response_mask == [0]
     assert empty[2][0].extra_fields["reward_extra_info"]["acc"] == 0.0
     assert [len(rows) for rows in one_left] == [1, 0, 0]
+
+
+@pytest.fixture
+def forgetful_model(tmp_path: Path, tiny_model: Path) -> Path:
+    """The tiny model, with a generation prompt that history does not show: what thinking models do with thinking off."""
+    shutil.copytree(tiny_model, model := tmp_path / "model")
+    source = (model / "chat_template.jinja").read_text(encoding="utf-8")
+    opening = r"{{- '<|im_start|>assistant\n' }}"
+    assert source.count(opening) == 1
+    opened = source.replace(opening, r"{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}")
+    (model / "chat_template.jinja").write_text(opened, encoding="utf-8")
+    return model
+
+
+async def test_a_split_conversation_is_several_rows_under_v1_and_refused_under_v0(
+    config: DictConfig, forgetful_model: Path, tmp_path: Path
+) -> None:
+    config.actor_rollout_ref.model.path = str(forgetful_model)
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path, history="split")
+    template = HFChatTemplate.from_pretrained(forgetful_model)
+    assert not template.keeps_history("tool")
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        first, second = await v1_session(RawWorker(config, ScriptedServers(engine)))
+        worker = RawWorker(config, ScriptedServers(engine))
+        info = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
+        with pytest.raises(ConfigError, match=r"history: split: this trainer takes one row .*trainer.use_v1=true"):
+            await worker._run_agent_loop(SAMPLING, info, agent_name="sglang_multiturn", trace=False, **question())
+        config.trainer.use_v1 = False
+        with pytest.raises(InstantiationException, match="history: split: this trainer takes one row"):
+            await v1_session(RawWorker(config, ScriptedServers(engine)))
+    (line,) = journal(tmp_path)
+    assert [row.prompt_ids for row in line.rows] == [first.prompt_ids, second.prompt_ids]
+    assert template.decode(first.response_ids) == CALL
+    assert template.decode(second.response_ids) == "The answer is 4."
+    assert second.prompt_ids == template.encode_prompt(
+        line.messages[:3], ToolRegistry([BrokenTool({}, SHOWN)]).schemas()
+    )
+    assert (first.reward_score, second.reward_score) == (1.0, 1.0)
+    assert first.extra_fields == second.extra_fields
+    line.check(end_ids=template.end_ids)
 
 
 def test_groups_are_counted_and_forgotten() -> None:

@@ -5,31 +5,39 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("verl")
 
+from omegaconf import OmegaConf
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import FinishReason, Generation
+from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import Disposition, StopReason, final_state
 from sglang_multiturn.tokens import Origin, Segment, TokenLedger
 from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
-from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, VersionSpan, masked_row, training_row, version_span
+from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, VersionSpan, masked_row, training_rows, version_span
+from sglang_multiturn.verl_plugin.worker import refuse_split
 
 RULES = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99)
 PROMPT = [1, 2, 3]
 #                sampled, turn 0    tool         boundary  sampled, turn 1   tool after the last sampled token
 RESPONSE_IDS = [10, 11, 12, 20, 21, 22, 13, 14]
 RESPONSE_MASK = [1, 1, 1, 0, 0, 0, 1, 1]
-RESPONSE_LOGPROBS = [-0.1, -0.2, -0.3, 0.0, 0.0, 0.0, -0.4, -0.5]
+RESPONSE_LOGPROBS = [-0.125, -0.25, -0.5, 0.0, 0.0, 0.0, -0.75, -1.5]
 VERSIONS = VersionSpan(4, 5)
 
 
 def two_turn_ledger(*, logprobs: bool = True) -> TokenLedger:
     ledger = TokenLedger()
     ledger.append_prompt(PROMPT)
-    for turn, (ids, values, version) in enumerate([([10, 11, 12], [-0.1, -0.2, -0.3], 4), ([13, 14], [-0.4, -0.5], 5)]):
+    for turn, (ids, values, version) in enumerate(
+        [([10, 11, 12], [-0.125, -0.25, -0.5], 4), ([13, 14], [-0.75, -1.5], 5)]
+    ):
         generation = Generation(
             token_ids=ids,
             logprobs=values if logprobs else None,
@@ -37,14 +45,14 @@ def two_turn_ledger(*, logprobs: bool = True) -> TokenLedger:
             weight_version=version,
         )
         ledger.append_sampled(generation, turn=turn, given=ledger.input_ids)
-        ledger.append_observation([20, 21], origin=Origin.TOOL, turn=turn, call_id=f"call_{turn}_0")
+        ledger.append_observation([20, 21], origin=Origin.TOOL, turn=turn, call_id=f"call{turn:02d}000")
         ledger.append_observation([22], origin=Origin.BOUNDARY, turn=turn)
     return ledger
 
 
 def call(turn: int, reward: float) -> ToolCallRecord:
     return ToolCallRecord(
-        call_id=f"call_{turn}_0",
+        call_id=f"call{turn:02d}000",
         turn=turn,
         name="calculator",
         arguments={},
@@ -54,15 +62,26 @@ def call(turn: int, reward: float) -> ToolCallRecord:
     )
 
 
+def split_ledgers() -> list[TokenLedger]:
+    """A conversation in three rows: turns 0 and 1, then turn 2 under a new prompt, then a prompt nobody answered."""
+    first, second, third = two_turn_ledger(), TokenLedger(), TokenLedger()
+    second.append_prompt([1, 2, 3, 13, 14, 30])
+    last = Generation(token_ids=[15, 16], logprobs=[-2.0, -3.0], finish_reason=FinishReason.STOP, weight_version=5)
+    second.append_sampled(last, turn=2, given=second.input_ids)
+    third.append_prompt([1, 2, 3, 13, 14, 30, 15, 16, 31])
+    return [first, second, third]
+
+
 def trajectory(
     stop_reason: StopReason = StopReason.ANSWERED,
     *,
     disposition: Disposition | None = None,
     ledger: TokenLedger | None = None,
+    ledgers: list[TokenLedger] | None = None,
     rewards: Rewards | None = None,
 ) -> Trajectory:
     disposition = disposition or RolloutConfig().disposition(stop_reason)
-    ledger = ledger if ledger is not None else two_turn_ledger()
+    ledgers = ledgers or [ledger if ledger is not None else two_turn_ledger()]
     scored = Rewards(reward=0.75, score=0.75, tool_rewards=(0.5, 0.0))
     return Trajectory(
         request_id="u1-s0-g6",
@@ -72,8 +91,8 @@ def trajectory(
         state=final_state(stop_reason),
         stop_reason=stop_reason,
         disposition=disposition,
-        segments=ledger.segments,
-        turns=ledger.turns,
+        segments=tuple(segment for one in ledgers for segment in one.segments),
+        turns=tuple(turn for one in ledgers for turn in one.turns),
         messages=(),
         rewards=rewards or (Rewards() if disposition is Disposition.DROP else scored),
         tool_calls=(call(0, 0.5), call(1, 0.0)),
@@ -82,8 +101,10 @@ def trajectory(
 
 
 def build(one: Trajectory, rules: RowRules = RULES, *, user_extra: bool = True) -> RowOutput:
-    make = masked_row if one.disposition is Disposition.DROP else training_row
-    return make(one, rules, versions=VERSIONS, user_extra=user_extra)
+    if one.disposition is Disposition.DROP:
+        return masked_row(one, rules, versions=VERSIONS, user_extra=user_extra)
+    (row,) = training_rows(one, rules, versions=VERSIONS, user_extra=user_extra)
+    return row
 
 
 KEPT = [reason for reason in StopReason if RolloutConfig().disposition(reason) is not Disposition.DROP]
@@ -189,6 +210,76 @@ def test_step_rewards_stand_on_the_last_sampled_token_of_their_turn() -> None:
     row = build(trajectory(rewards=scored), rules)
     assert row.reward_score == 1.25  # what V0 reads: the sum
     assert row.as_dict()["rm_scores"].tolist() == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_split_conversation_is_a_row_for_each_prompt_that_was_answered() -> None:
+    whole = trajectory(ledgers=split_ledgers())
+    whole.check()
+    first, second = training_rows(whole, RULES, versions=VERSIONS, user_extra=True)
+    assert (first.prompt_ids, first.response_ids, first.response_mask) == (PROMPT, RESPONSE_IDS, RESPONSE_MASK)
+    assert (second.prompt_ids, second.response_ids, second.response_mask) == ([1, 2, 3, 13, 14, 30], [15, 16], [1, 1])
+    assert (first.response_logprobs, second.response_logprobs) == (RESPONSE_LOGPROBS, [-2.0, -3.0])
+    assert first.model_fields_set == second.model_fields_set
+    assert first.as_dict().keys() == second.as_dict().keys()
+    assert first.extra_fields == second.extra_fields
+    columns = list_of_dict_to_tensordict([first.as_dict(), second.as_dict()])  # what verl makes of them
+    assert [len(row) for row in columns["response_mask"].unbind()] == [8, 2]
+    assert (first.num_turns, second.num_turns) == (5, 5)
+
+
+def test_every_row_of_a_split_conversation_has_the_whole_reward_and_its_own_steps() -> None:
+    rules = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99, tool_reward_weight=0.5)
+    whole = trajectory(ledgers=split_ledgers(), rewards=Rewards(reward=1.25, score=1.0, tool_rewards=(0.5, 0.0)))
+    rows = training_rows(whole, rules, versions=VERSIONS, user_extra=True)
+    assert [row.reward_score for row in rows] == [1.25, 1.25]
+    assert [row.as_dict()["rm_scores"].tolist() for row in rows] == [
+        [0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0],
+        [0.0, 1.25],
+    ]
+
+
+def test_verl_counts_a_session_once_however_many_rows_it_has() -> None:
+    """Through verl's own advantage: one session of two rows beside one of one row, rewards 1.25 and 0.25."""
+    import torch
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    rows = training_rows(
+        trajectory(ledgers=split_ledgers(), rewards=Rewards(reward=1.25, score=1.25)),
+        RULES,
+        versions=VERSIONS,
+        user_extra=True,
+    )
+    rows += training_rows(trajectory(rewards=Rewards(reward=0.25)), RULES, versions=VERSIONS, user_extra=True)
+    masks = [torch.tensor(row.response_mask) for row in rows]
+    rewards = [row.as_dict()["rm_scores"] for row in rows]
+    padded = {
+        "response_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True),
+        "token_level_rewards": torch.nn.utils.rnn.pad_sequence(rewards, batch_first=True),
+    }
+    data = DataProto.from_dict(padded, non_tensors={"uid": np.array(["u1"] * 3, dtype=object)})
+    done = compute_advantage_for_multi_trajectories(
+        data, ["u1_0_0", "u1_0_1", "u1_1_0"], adv_estimator="grpo", norm_adv_by_std_in_grpo=False
+    )
+    assert done.batch["advantages"][:, 0].tolist() == [0.5, 0.5, -0.5]  # of the mean 0.75, not of 0.9166
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "mine"])
+def test_a_split_is_refused_where_a_session_would_count_several_times(estimator: str) -> None:
+    config = OmegaConf.create({"trainer": {"use_v1": True}, "algorithm": {"adv_estimator": estimator}})
+    with pytest.raises(
+        ConfigError, match=f"adv_estimator={estimator} compares all rows .*use gae, grpo, reinforce_plus"
+    ):
+        refuse_split(config)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "reinforce_plus_plus"])
+def test_a_split_is_refused_without_the_v1_trainer_and_fine_with_it(estimator: str) -> None:
+    algorithm = {"adv_estimator": estimator}
+    refuse_split(OmegaConf.create({"trainer": {"use_v1": True}, "algorithm": algorithm}))
+    for config in ({"trainer": {"use_v1": False}, "algorithm": algorithm}, {"algorithm": algorithm}):
+        with pytest.raises(ConfigError, match=r"set trainer\.use_v1=true"):
+            refuse_split(OmegaConf.create(config))
 
 
 def test_what_a_reward_function_adds_is_there_under_v1_and_not_under_v0() -> None:
