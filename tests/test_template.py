@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +112,23 @@ def test_two_tools_deltas_end_the_conversation_rendered_at_once(template: HFChat
         except TemplateError:  # Llama refuses two calls in a turn, and takes two answers all the same
             whole = canonical(template, [Message.model_validate(QUESTION), asked(1), *answers])
         assert ends_with(whole, delta)
+
+
+def test_in_a_second_round_too(template: HFChatTemplate) -> None:
+    rounds = [Message.model_validate(QUESTION), asked(), answer("408"), asked(), answer("17")]
+    delta = flat(template.encode_delta([answer("17")], last_id=None, answered_before=True))
+    assert ends_with(canonical(template, rounds), delta)
+
+
+def test_deepseek_opens_its_list_of_answers_only_once() -> None:
+    template = named("deepseekv3")
+    begin = template.tokenizer.convert_tokens_to_ids("<｜tool▁outputs▁begin｜>")
+    assert begin in flat(template.encode_delta([answer("1")], last_id=None))
+    assert begin not in flat(template.encode_delta([answer("1")], last_id=None, answered_before=True))
+
+
+def test_a_template_that_counts_calls_over_the_conversation_refuses_tools() -> None:
+    assert "depends on what was said before" in str(named("command_a_tool_use").refusal("tool"))
 
 
 def test_a_user_s_delta_ends_the_conversation_rendered_at_once(any_template: HFChatTemplate) -> None:
@@ -231,11 +247,13 @@ def test_the_ends_are_found_without_a_generation_config(template: HFChatTemplate
 
 
 KEEPS = {  # role that follows → families whose template renders earlier turns otherwise from then on
-    "tool": {"deepseekv3"},
+    "tool": {  # Llama and Mistral drop words beside a call, Gemma 4 and EXAONE thoughts written into it
+        "llama3_1", "llama3_2", "gemma4", "gemma4_v5", "mistral_v2v3", "mistral_v3_tekken", "exaone4",
+    },
     "user": {
         "qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "deepseekv3", "deepseek_r1_distill", "gptoss", "glm4moe",
-        "gemma4_v5", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "lfm2_2_5_v2", "mistral_v2v3",
-        "mistral_v3_tekken",
+        "gemma4", "gemma4_v5", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "lfm2_2_5_v2", "mistral_v2v3",
+        "mistral_v3_tekken", "exaone4",
     },
 }  # fmt: skip
 
@@ -257,13 +275,21 @@ def test_refusals_say_why() -> None:
         chat_template("gemma3").encode_delta([answer("1")], last_id=None)
 
 
-def test_every_family_is_proved_in_less_than_a_second(any_template: HFChatTemplate) -> None:
-    times = []
-    for _ in range(3):
-        started = time.process_time()
+def test_a_template_is_proved_with_few_small_renderings(any_template: HFChatTemplate) -> None:
+    rendered: list[int] = []
+    render = any_template.tokenizer.apply_chat_template
+
+    def counting(messages: Any, **kwargs: Any) -> Any:
+        rendered.append(len(messages))
+        return render(messages, **kwargs)
+
+    any_template.tokenizer.apply_chat_template = counting
+    try:
         HFChatTemplate(any_template.tokenizer)
-        times.append(time.process_time() - started)
-    assert min(times) < 1.0
+    finally:
+        del any_template.tokenizer.apply_chat_template
+    assert len(rendered) <= 200
+    assert max(rendered) <= 7
 
 
 def test_a_delta_renders_no_conversation_again() -> None:
@@ -309,7 +335,7 @@ def test_a_template_that_reorders_what_tools_say_is_refused() -> None:
         f"{{% for m in messages if m.role != 'tool' %}}{turn}{{% endfor %}}"
         f"{{% for m in messages | reverse if m.role == 'tool' %}}{turn}{{% endfor %}}<|im_start|>assistant\n"
     )
-    assert "drops, repeats or reorders messages of roles ['tool', 'tool']" in str(template.refusal("tool"))
+    assert "depends on what was said before" in str(template.refusal("tool"))
 
 
 def test_a_template_whose_turns_end_with_plain_text_is_refused() -> None:
