@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rich.table import Table
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig, ToolsConfig, validate_config
 from sglang_multiturn.dataset import in_groups, read_rows, spec_from_row
+from sglang_multiturn.doctor.command import doctor, shipped_tools
 from sglang_multiturn.engine.base import Engine, SamplingParams
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.journal import JournalWriter
@@ -36,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(doctor)
 console = Console(stderr=True)
 
 
@@ -88,7 +91,7 @@ def rollout(
         "max_concurrent": max_concurrent,
         "rollout_timeout_s": rollout_timeout_s,
     }
-    tools_config = ToolsConfig.from_yaml(_shipped(tools)) if tools else ToolsConfig()
+    tools_config = ToolsConfig.from_yaml(shipped_tools(tools)) if tools else ToolsConfig()
     config = _override(tools_config.rollout, {key: value for key, value in asked.items() if value is not None})
     registry = ToolRegistry.from_config(tools_config, str(tools or "tools"))
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
@@ -121,12 +124,6 @@ async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total
                 summary.add(trajectory)
                 advance(summary)
             return _Finished(summary, time.monotonic() - started)
-
-
-def _shipped(tools: Path) -> Path:
-    """The path of a shipped tool YAML where only its name was given."""
-    shipped = Path(__file__).parent / "tool_configs" / f"{tools}.yaml"
-    return shipped if not tools.suffix and not tools.exists() and shipped.is_file() else tools
 
 
 def _override(config: RolloutConfig, asked: dict[str, Any]) -> RolloutConfig:
@@ -205,17 +202,21 @@ def _progress(total: int) -> Iterator[Any]:
         task = progress.add_task("", total=total, said="")
 
         def advance(summary: RunSummary) -> None:
-            said = f"reward {summary.reward_mean:.3f} · turns {summary.turns_mean:.1f} · failed {summary.failed}"
-            progress.update(task, completed=summary.rollouts, said=said)
+            progress.update(task, completed=summary.rollouts, said=_said_so_far(summary))
 
         yield advance
+
+
+def _said_so_far(summary: RunSummary) -> str:
+    said = f"turns {summary.turns_mean:.1f} · failed {summary.failed}"
+    return said if math.isnan(summary.reward_mean) else f"reward {summary.reward_mean:.3f} · {said}"
 
 
 def _print_summary(finished: _Finished, trajectories: Path) -> None:
     summary = finished.summary
     table = Table(show_header=False, box=None)
     table.add_row("rollouts", f"{summary.rollouts} in {finished.wall_s:.1f} s, {summary.failed} failed")
-    if summary.reward_mean == summary.reward_mean:
+    if not math.isnan(summary.reward_mean):
         table.add_row("reward", f"{summary.reward_mean:.4f} on average")
     table.add_row(
         "tools",

@@ -1,0 +1,6 @@
+from sglang_multiturn import BaseTool
+
+
+class Echo(BaseTool):
+    def execute(self, instance_id, parameters, **kwargs):
+        return parameters["text"], 0.0, {}

