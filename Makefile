@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SEED ?= 0
 STEPS ?= 30
+EXAMPLES ?= 20000
 RUN_DIR ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test prove lint format bench ablation clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +31,9 @@ demo: $(READY) ## Train the tiny model to use a calculator and look at it (SEED=
 test: $(READY) ## Run the whole test suite: real SGLang, real verl, real training
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+prove: $(READY) ## Check every invariant over random conversations of every model family (EXAMPLES=20000 each)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m properties.prove --examples $(EXAMPLES)
+
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +45,10 @@ format: $(READY) ## Mend what ruff can mend
 
 bench: $(READY) ## Measure what this package costs a turn, and what SGLang does beside it
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/template_proof.py
+
+ablation: $(READY) ## Train the tiny model with and without the response mask, and draw both (about half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mask_ablation.py --json runs/mask_ablation.json --plot runs/mask_ablation.png
 
 clean: ## Remove what this file makes
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
