@@ -32,7 +32,7 @@ test: $(READY) ## Run the whole test suite: real SGLang, real verl, real trainin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 prove: $(READY) ## Check every invariant over random conversations of every model family (EXAMPLES=20000 each)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m properties.prove --examples $(EXAMPLES)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conversations.prove --examples $(EXAMPLES)
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .
@@ -48,6 +48,7 @@ bench: $(READY) ## Measure what this package costs a turn, and what SGLang does 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/template_proof.py
 
 ablation: $(READY) ## Train the tiny model with and without the response mask, and draw both (about half an hour)
+	mkdir -p runs
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mask_ablation.py --json runs/mask_ablation.json --plot runs/mask_ablation.png
 
 clean: ## Remove what this file makes
