@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_calls import FORMATS, Format
 
 from sglang_multiturn.chat.call_formats import HERMES, READERS, TAGGED
 from sglang_multiturn.chat.formats import detect_format
@@ -25,6 +24,7 @@ from sglang_multiturn.cpu.sglang_kernels import prepare_on_cpu
 from sglang_multiturn.schemas import FunctionSchema, ToolSchema
 
 from family import AXOLOTL, TRL
+from written_calls import FORMATS, Format
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
@@ -280,16 +280,10 @@ def written_by(source: str) -> tuple[str, str, int]:
         except Exception:  # noqa: BLE001 - templates refuse what they do not know with anything
             continue
         if "search" in turn:
-            shared = re.match(r"(?s)(.*?)(?=\Z|<[^<>]*\Z)", _shared(prompt, turn))
-            assert shared is not None
-            return shared.group(), _TURN_END.sub("", turn[shared.end() :]), turn.count("calculator") + 1
+            while not turn.startswith(prompt):
+                prompt = prompt[: prompt.rindex("<")]
+            return prompt, _TURN_END.sub("", turn.removeprefix(prompt)), turn.count("calculator") + 1
     return prompt, "", 0
-
-
-def _shared(one: str, other: str) -> str:
-    return one[
-        : next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    ]
 
 
 # Values and their types
@@ -308,7 +302,7 @@ def test_a_value_between_tags_has_its_schemas_type_whatever_its_length(name: str
     parameters = {"type": "object", "properties": properties, "$defs": {"Point": {"properties": {"x": {}}}}}
     tool = ToolSchema(function=FunctionSchema(name="place", parameters={**parameters, "required": ["never"]}))
     arguments = {"count": 3, "ratio": 0.5, "point": {"x": [1]}, "level": 2, "text": "a  b", "list": ["x" * 3000]}
-    calls = (("place", arguments), ("place", {"text": "word " * 1000 + "end", "other": "free"}))
+    calls = (("place", arguments), ("place", {"text": "a b " * 1000 + "c", "other": "x == 1 and not y"}))
     assert parser(name).parse(FORMATS[name].write(*calls), [tool]).calls == parsed(*calls)
 
 
@@ -323,6 +317,12 @@ def test_the_last_of_duplicate_values_counts_as_in_json(name: str) -> None:
         assert isinstance(call, BrokenCall)
     else:
         assert call == ParsedCall(name="search", arguments={"q": "two"})
+
+
+def test_a_value_sglangs_detector_loses_is_kept() -> None:
+    assert parser("step3").parse(FORMATS["step3"].write(("search", {"q": "a < b"})), TOOLS).calls == parsed(
+        ("search", {"q": "a < b"})
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "step3p5"])
@@ -384,12 +384,17 @@ def test_a_megabyte_of_anything_is_read_in_bounded_time(name: str) -> None:
     texts = [mark * (1_000_000 // len(mark)) for mark in marks_of(form)[:-11]]
     texts += [form.turn([call] * (1_000_000 // len(call))) for call in (good, broken, least, good[: len(good) // 2])]
     for value in ("[", "{", "-", "9", "1,", "f'{1}'", '"', "\\'", " ", "<"):
-        short, long = value * (1900 // len(value)), value * (1_000_000 // len(value))
-        calls = [form.call("search", {"deep": text}) for text in (long, short)]
-        texts += [form.turn(calls[:1]), form.turn(calls[1:] * 500), form.turn(calls[1:]) * 500]
+        short = value * (1900 // len(value))
+        one = form.call("search", {"deep": short})
+        texts += [form.turn([form.call("search", {"deep": value * (size // len(value))})]) for size in (90_000, 10**6)]
+        texts += [form.turn([one] * 500), form.turn([one]) * 500]
         texts.append(form.turn([form.call("search", {f"k{i}": short for i in range(500)})]))
+    texts += [f"{form.before}search(q={pad}" + "\\'" * 500_000 for pad in ("", " ")]
+    texts += [form.before + '{"name":' + pad + '\\"' * 500_000 for pad in ("", " ")]
+    texts.append(form.before + '{"name": { }, ' * 70_000)
+    parse = parser(name).parse
     for text in texts:
         started = time.process_time()
-        calls = parser(name).parse(text, TOOLS).calls
+        calls = parse(text, TOOLS).calls
         assert time.process_time() - started < 2  # 0.7 at most where this was written; minutes without the limits
         assert len(calls) <= 129

@@ -299,6 +299,40 @@ def test_a_schema_is_boiled_down_to_its_type(schema: object, plain: dict[str, ob
     assert plain_schemas(["other"], {"properties": 3}) == {"other": {}}
 
 
+@needs_sglang
+def test_a_tagged_call_of_100_000_characters_is_not_read() -> None:
+    text = "<tool_call><function=search><parameter=q>VALUE</parameter></function></tool_call>"
+    parser = make_parser("qwen3_coder", Shown())
+    assert parser.parse(text.replace("VALUE", "x" * 90_000), TOOLS).calls == (
+        ParsedCall(name="search", arguments={"q": "x" * 90_000}),
+    )
+    (broken,) = parser.parse(text.replace("VALUE", "x" * 100_000), TOOLS).calls
+    assert broken == BrokenCall(reason="The tool call is longer than 100,000 characters.", name="search")
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("name", "value"), [("mimo", "a &lt; b "), ("minicpm5", "a &lt; b "), ("qwen3_coder", "a < b ")]
+)
+@pytest.mark.parametrize("times", [1, 1000])
+def test_values_of_any_length_are_unescaped_where_the_family_escapes_them(name: str, value: str, times: int) -> None:
+    text = {
+        "minicpm5": '<function name="search"><param name="q">VALUE.</param></function>',
+    }.get(name, "<tool_call><function=search><parameter=q>VALUE.</parameter></function></tool_call>")
+    (read,) = make_parser(name, Shown()).parse(text.replace("VALUE", value * times), TOOLS).calls
+    assert read == ParsedCall(name="search", arguments={"q": "a < b " * times + "."})
+
+
+@needs_sglang
+def test_sglang_does_not_log_what_comes_back_as_an_argument_error(caplog: pytest.LogCaptureFixture) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tool = ToolSchema(function=FunctionSchema(name="count", parameters=schema))
+    text = "<tool_call><function=count><parameter=n>three</parameter></function></tool_call>"
+    (call_made,) = make_parser("qwen3_coder", Shown()).parse(text, [tool]).calls
+    assert call_made == ParsedCall(name="count", arguments={"n": "three"})
+    assert caplog.records == []
+
+
 def test_formats_that_need_no_schema_need_no_sglang() -> None:
     code = (
         "import sys; sys.modules.update(sglang=None, torch=None, transformers=None)\n"

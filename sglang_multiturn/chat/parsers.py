@@ -85,10 +85,9 @@ class SGLangValues:
         """The call with its arguments. Never raises."""
         parameters = next((tool.function.parameters for tool in tools if tool.name == call.name), {})
         schemas = plain_schemas([key for key, _, _ in call.values], parameters)
-        text, long_values = self._shortened(call, schemas)
         try:
             parser = self._parser_class([_sglang_tool(call.name, {"properties": schemas})], self._name)
-            _, [item] = parser.parse_non_stream(text)
+            _, [item] = parser.parse_non_stream(self._shortened(call))
             typed, _ = decode_json(item.parameters, 0)
         except DecodeError as error:
             reason = f"A value of the tool call cannot be read ({error})."
@@ -97,24 +96,23 @@ class SGLangValues:
             logger.debug("SGLang's %s parser: %r", self._name, error)
             reason = "The tool call's values could not be read."
             return BrokenCall(reason=reason, name=call.name, kind=BrokenKind.ARGUMENTS)
-        arguments = {key.strip(): value for key, value in typed.items()} | long_values
-        if lost := [key for key in schemas if key not in arguments]:
-            reason = f"The value of {lost[0]!r} could not be read."
-            return BrokenCall(reason=reason, name=call.name, kind=BrokenKind.ARGUMENTS)
+        arguments = {key.strip(): value for key, value in typed.items()}
+        last = {key: (begin, end) for key, begin, end in call.values}
+        for key, (begin, end) in last.items():
+            # Step3's detector loses a value with `<` in it.
+            if end - begin > _MAX_TYPED_CHARS or key not in arguments:
+                arguments[key] = _own_value(call.body[begin:end], schemas[key], escaped=self._format.escaped)
         return check_arguments(call.name, arguments)
 
-    def _shortened(self, call: TaggedCall, schemas: Mapping[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-        """The call for SGLang, with `0` in place of each long value, and those values."""
+    def _shortened(self, call: TaggedCall) -> str:
+        """The call for SGLang, with `0` in place of each long value."""
         before, between, behind = self._format.around
         pieces, position = [before, call.name, between], 0
-        long_values: dict[str, Any] = {}
-        for key, begin, end in call.values:
-            long_values.pop(key, None)  # the last of duplicate keys counts
+        for _, begin, end in call.values:
             if end - begin > _MAX_TYPED_CHARS:
-                long_values[key] = _long_value(call.body[begin:end], schemas[key], escaped=self._format.escaped)
                 pieces += [call.body[position:begin], "0"]
                 position = end
-        return "".join([*pieces, call.body[position:], behind]), long_values
+        return "".join([*pieces, call.body[position:], behind])
 
 
 class SGLangParser:
@@ -188,8 +186,8 @@ def _checked(name: str, parameters: str) -> Call:
         return BrokenCall(reason=f"The arguments are not valid JSON ({error}).", name=name, kind=BrokenKind.JSON)
 
 
-def _long_value(text: str, schema: Mapping[str, Any], *, escaped: bool) -> Any:
-    """A value SGLang is not shown: its text, or JSON where the schema wants no text."""
+def _own_value(text: str, schema: Mapping[str, Any], *, escaped: bool) -> Any:
+    """A value SGLang is not shown, or loses: its text, or JSON where the schema wants no text."""
     if text.startswith("<![CDATA[") and text.endswith("]]>") and escaped:
         text = text[len("<![CDATA[") : -len("]]>")]
     elif escaped:
