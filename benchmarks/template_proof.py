@@ -19,12 +19,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from chat_templates import chat_template, is_refused, missing
-from families import NAMES
-
 from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.errors import TemplateError
 from sglang_multiturn.schemas import Message
+
+from chat_templates import chat_template, is_refused, missing
+from families import NAMES
 
 TURNS = 20
 ANSWER = Message(role="tool", content="408 is what comes out.", name="calculator", tool_call_id="call00000")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from template_table import NAMES, PAGE, tables
 
 from chat_templates import missing
+from template_table import NAMES, PAGE, tables
 
 
 @pytest.mark.parametrize("table", ["families", "vocabularies", "refused", "surprises"])
