@@ -170,17 +170,26 @@ class Rollout:
         if exhausted := self._history.exhausted():
             return exhausted
         turn = self.request.metrics.assistant_turns
+        opened = self._opened()
         generation = await self._sample(turn, self._history.max_turn_tokens)
         if generation.finish_reason is FinishReason.ABORT:
             return StopReason.ABORTED
         said = self._context.template.decode(generation.token_ids)
         text = before_stop(said, self._spec.sampling.stop)
-        parsed = self._context.parser.parse(text, self._schemas)
+        parsed = self._context.parser.parse(text, self._schemas, prompt=opened)
         # A stop string that came with the last token allowed ended the turn, whichever reason the engine gives.
         if generation.finish_reason is FinishReason.LENGTH and text == said:
             return self._cut_turn(parsed, turn)
         self._note_turn(parsed, turn)
         return self._after_turn(bool(parsed.calls))
+
+    def _opened(self) -> str | None:
+        """What the template put right before the turn; None for its usual generation prompt.
+
+        Not every template opens a turn after tools as it does after a user: DeepSeek's opens no thoughts there.
+        """
+        last = self.request.ledger.segments[-1]
+        return self._context.template.decode(last.ids) if last.origin is Origin.BOUNDARY else None
 
     async def _sample(self, turn: int, max_new_tokens: int) -> Generation:
         params = dataclasses.replace(

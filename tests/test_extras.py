@@ -32,8 +32,8 @@ def run_without(packages: list[str], code: str) -> subprocess.CompletedProcess[s
         (
             "sglang",
             "from sglang_multiturn import ByteChatML; from sglang_multiturn.chat.parsers import make_parser; "
-            "make_parser('llama3', ByteChatML())",
-            "the tool parser 'llama3' needs sglang, which is not installed: pip install 'sglang_multiturn[sglang]'",
+            "make_parser('qwen3_coder', ByteChatML())",
+            "the tool parser 'qwen3_coder' needs sglang, which is not installed: pip install 'sglang_multiturn[sglang]'",
         ),
         (
             "pyarrow",
