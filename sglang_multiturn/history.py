@@ -144,6 +144,9 @@ class History:
         """The next row's prompt; None where the row goes on, being what the template renders as it is."""
         if self._config.history == "keep" or all(self._template.keeps_history(m.role) for m in messages):
             return None
+        if self._answers_no_call():
+            self._request.metrics.refused_rows += 1
+            return None
         try:
             rendered = self._template.encode_prompt(self._request.messages, self._tools)
             kept = [*self._request.ledger.input_ids, *(token for piece in pieces for token in piece.ids)]
@@ -152,6 +155,12 @@ class History:
             self._request.metrics.refused_rows += 1
             logger.info("request %s: the row goes on: %s", self._request.request_id, error)
             return None
+
+    def _answers_no_call(self) -> bool:
+        """Whether a tool message answers a broken call, which stands in no message: templates may leave it out."""
+        said = self._request.messages[self._shown[0].in_prompt :]
+        made = {call.id for message in said for call in message.tool_calls or ()}
+        return any(message.role == "tool" and message.tool_call_id not in made for message in said)
 
     def _begin_row(self, prompt_ids: list[int], added: int) -> None:
         row = TokenLedger()

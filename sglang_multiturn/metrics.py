@@ -39,7 +39,7 @@ class RolloutMetrics:
     new_rows: int = 0
     """Rows beyond the first, begun by `history: split`."""
     refused_rows: int = 0
-    """Rows that should have begun but the template refused the conversation; the row before went on."""
+    """Rows that should have begun, but the template refused the conversation or a broken call was answered in it."""
     drift_sampled_text_tokens: int = 0
     """Tokens the template would spell otherwise: the model's own text. This and the next three are allowed."""
     drift_other_end_tokens: int = 0

@@ -63,6 +63,13 @@ async def test_a_row_that_is_what_a_deployment_would_see_goes_on() -> None:
     assert (len(trajectory.rows), trajectory.metrics.new_rows) == (1, 0)
 
 
+async def test_a_row_in_which_a_broken_call_was_answered_goes_on() -> None:
+    """The call stands in no message, and Gemma 4's template shows no answer without its call."""
+    turns = ["<tool_call>\n{broken\n</tool_call>", THOUGHT, "done"]
+    trajectory = await roll(turns, [RecordingTool()], SPLIT, interaction=Asking("And?"), template=FORGETFUL)
+    assert (len(trajectory.rows), trajectory.metrics.refused_rows) == (1, 1)
+
+
 async def test_a_role_whose_history_is_kept_does_not_split() -> None:
     trajectory = await roll(
         [f"<think>\nhm\n</think>\n\n{call('echo')}", THOUGHT, "done"],

@@ -70,7 +70,7 @@ class TextEncoder:
 
     def encode_rendering(self, text: str) -> list[int]:
         """Ids of a rendered conversation, exactly as the tokenizer gives them."""
-        return [token.id for token in self._rendering.encode(text)]
+        return self._rendering.ids(text)
 
     def encode_plain(self, text: str, *, at_start: bool = False) -> list[PlainToken]:
         """Tokens of text in which nothing becomes a control token; `at_start` when no token stands before it.
@@ -178,9 +178,16 @@ class _Backend:
 
     def encode(self, text: str) -> list[PlainToken]:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        renamed = self._renamed
-        ids = [renamed.get(token, token) for token in encoded.ids] if renamed else encoded.ids
+        ids = self._named(encoded.ids)
         return [PlainToken(token, start, end) for token, (start, end) in zip(ids, encoded.offsets, strict=True)]
+
+    def ids(self, text: str) -> list[int]:
+        """As `encode`; offsets take as long as everything else."""
+        return self._named(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _named(self, ids: list[int]) -> list[int]:
+        renamed = self._renamed
+        return [renamed.get(token, token) for token in ids] if renamed else ids
 
 
 def _is_control(token: Any, source: str) -> bool:

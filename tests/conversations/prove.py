@@ -150,9 +150,11 @@ def _is_missing(family: str) -> bool:
 
 def table_of(found: Sequence[Found], seconds: float) -> Table:
     """A line a family, and the sum."""
-    table = Table("family", "vocabulary", title=f"Invariants over random conversations ({seconds / 60:.1f} minutes)")
-    for name in ("conversations", "generations", "tokens", "rendered whole", "violations", "seconds"):
-        table.add_column(name, justify="right")
+    table = Table(title=f"Invariants over random conversations ({seconds / 60:.1f} minutes)")
+    table.add_column("family", no_wrap=True)
+    table.add_column("vocabulary")
+    for name in ("conversations", "generations", "tokens", "rendered", "violations", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in found:
         vocabulary = "stand-in" if one.stand_in else "own"
         counts = (one.conversations, one.generations, one.tokens, one.turns_rendered, int(one.violation is not None))
