@@ -31,7 +31,7 @@ demo: $(READY) ## Train the tiny model to use a calculator and look at it (SEED=
 test: $(READY) ## Run the whole test suite: real SGLang, real verl, real training
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-prove: $(READY) ## Check every invariant over random conversations of every model family (EXAMPLES=20000 each)
+prove: $(READY) ## Check every invariant over random conversations of every model family (EXAMPLES=20000 each; half an hour)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conversations.prove --examples $(EXAMPLES)
 
 lint: $(READY) ## Check style and types

@@ -1,4 +1,4 @@
-"""Random conversations of every family keep every invariant (`make prove` has 40 times as many)."""
+"""Random conversations of every family keep every invariant (`make prove` has 20,000 a family)."""
 
 from __future__ import annotations
 

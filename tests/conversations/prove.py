@@ -2,7 +2,8 @@
 
     python -m conversations.prove --examples 20000 --out outputs/prove.json
 
-Two processes take one family after the other, from both ends of the list, so that a vocabulary is mostly read once.
+A family's templates (`KIN`) share its conversations. Two processes take one template after the other, from both ends of
+the list, so that a vocabulary is mostly read once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import multiprocessing
 import random
 import sys
@@ -44,6 +46,20 @@ if TYPE_CHECKING:
     Counts = Queue[tuple[str, int]]
 
 PROCESSES = 2
+KIN = (
+    ("qwen3", "qwen3_instruct_2507"),
+    ("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"),
+    ("llama3", "llama3_1", "llama3_2"),
+    ("deepseekv3", "deepseek_r1_distill"),
+    ("gemma", "gemma3"),
+    ("gemma4", "gemma4_v5"),
+    ("phi3", "phi3_5"),
+    ("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+    ("lfm2_v2", "lfm2_2_5_v2"),
+    ("cohere2", "command_a", "command_a_tool_use"),
+    ("mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken"),
+)
+"""Templates of one family; one that is not here is a family by itself."""
 CONSOLE = Console(width=110, highlight=False)
 _counts: Counts | None = None
 
@@ -51,19 +67,21 @@ _counts: Counts | None = None
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 1 when an invariant was violated."""
     parser = argparse.ArgumentParser(prog="conversations.prove", description=__doc__)
-    parser.add_argument("--examples", type=int, default=20_000, help="conversations a family (%(default)s)")
+    parser.add_argument(
+        "--examples", type=int, default=20_000, help="conversations a family, shared by its templates (%(default)s)"
+    )
     parser.add_argument("--family", action="append", choices=NAMES, help="only this one; may be given several times")
     parser.add_argument("--seed", type=int, default=None, help="of the random conversations (default: a new one)")
     parser.add_argument("--out", type=Path, default=Path("outputs/prove.json"), help="where to write it (%(default)s)")
     parser.add_argument("--again", metavar="HEX", help="have one conversation of one family again")
     chosen = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
-    families = chosen.family or list(NAMES)
+    families = [name for name in chosen.family or NAMES if not _is_missing(name)]
     if chosen.again is not None:
         return have_again(families[0], bytes.fromhex(chosen.again))
     seed = random.SystemRandom().randrange(2**32) if chosen.seed is None else chosen.seed
     started = time.monotonic()
-    found = prove([name for name in families if not _is_missing(name)], chosen.examples, seed)
+    found = prove(shares(families, chosen.examples), seed)
     seconds = time.monotonic() - started
     CONSOLE.print(table_of(found, seconds))
     for violated in (one for one in found if one.violation is not None):
@@ -72,8 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(one.violation is not None for one in found))
 
 
-def prove(families: Sequence[str], examples: int, seed: int) -> list[Found]:
-    """What was found, in the order of the families."""
+def shares(names: Sequence[str], examples: int) -> dict[str, int]:
+    """How many conversations each template has, so that each family has at least `examples`."""
+    kin = {name: [one for one in family if one in names] for family in KIN for name in family}
+    return {name: math.ceil(examples / len(kin.get(name, [name]))) for name in names}
+
+
+def prove(examples: dict[str, int], seed: int) -> list[Found]:
+    """What was found, with so many conversations of each template, in their order."""
+    families = list(examples)
     context = multiprocessing.get_context("spawn")
     counts: Counts = context.Queue()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -81,7 +106,7 @@ def prove(families: Sequence[str], examples: int, seed: int) -> list[Found]:
         ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(counts,)) for _ in range(PROCESSES)
     ]
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=CONSOLE) as progress:
-        bar = progress.add_task("conversations", total=examples * len(families))
+        bar = progress.add_task("conversations", total=sum(examples.values()))
         found = _share_out(deque(_by_vocabulary(families)), examples, seed, workers, counts, progress, bar)
     for worker in workers:
         worker.shutdown()
@@ -90,7 +115,7 @@ def prove(families: Sequence[str], examples: int, seed: int) -> list[Found]:
 
 def _share_out(
     left: deque[str],
-    examples: int,
+    examples: dict[str, int],
     seed: int,
     workers: Sequence[ProcessPoolExecutor],
     counts: Counts,
@@ -105,7 +130,7 @@ def _share_out(
     def give(number: int) -> None:
         if left:
             family = left.popleft() if number % 2 == 0 else left.pop()
-            running[workers[number].submit(_search, family, examples, seed)] = number
+            running[workers[number].submit(_search, family, examples[family], seed)] = number
 
     for number in range(len(workers)):
         give(number)
@@ -114,7 +139,7 @@ def _share_out(
         for future in ended:
             number = running.pop(future)
             found.append(future.result())
-            done[found[-1].family] = examples
+            done[found[-1].family] = examples[found[-1].family]
             give(number)
         while not counts.empty():
             family, count = counts.get()
@@ -151,7 +176,7 @@ def _is_missing(family: str) -> bool:
 def table_of(found: Sequence[Found], seconds: float) -> Table:
     """A line a family, and the sum."""
     table = Table(title=f"Invariants over random conversations ({seconds / 60:.1f} minutes)")
-    table.add_column("family", no_wrap=True)
+    table.add_column("template", no_wrap=True)
     table.add_column("vocabulary")
     for name in ("conversations", "generations", "tokens", "rendered", "violations", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -163,7 +188,7 @@ def table_of(found: Sequence[Found], seconds: float) -> Table:
     sums = [sum(getattr(one, name) for one in found) for name in ("conversations", "generations", "tokens")]
     sums += [sum(one.turns_rendered for one in found), sum(one.violation is not None for one in found)]
     table.add_row(
-        f"{len(found)} families", "", *(f"{count:,}" for count in sums), f"{sum(f.seconds for f in found):.0f}"
+        f"{len(found)} templates", "", *(f"{count:,}" for count in sums), f"{sum(f.seconds for f in found):.0f}"
     )
     return table
 
