@@ -69,6 +69,7 @@ def test_hostile_answers_and_odd_words_are_no_drift(
     )
     assert trajectory.stop_reason is StopReason.USER_STOP
     assert [str(example) for example in trajectory.drift if example.kind in DRIFT] == []
-    assert history == "keep" or trajectory.metrics.new_rows == sum(
-        message.role == "user" and not family.keeps_history("user") for message in trajectory.messages[1:]
+    assert trajectory.metrics.new_rows <= sum(
+        message.role == "user" and history == "split" and not family.keeps_history("user")
+        for message in trajectory.messages[1:]
     )
