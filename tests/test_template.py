@@ -160,6 +160,13 @@ def test_origins_of_a_delta_tell_who_said_what(template: HFChatTemplate) -> None
     assert all(origin is Origin.BOUNDARY for origin, index, _ in said if index is None)
 
 
+def test_a_user_may_say_what_a_template_takes_for_a_tool_s_answer() -> None:
+    said = "<tool_response></tool_response>"
+    delta = named("qwen3_5_think").encode_delta([Message(role="user", content=said)], last_id=None)
+    [words] = [piece for piece in delta if piece.message_index == 0]
+    assert named("qwen3_5_think").tokenizer.decode(words.ids) == said
+
+
 def test_users_are_told_from_tools(any_template: HFChatTemplate) -> None:
     user = any_template.encode_delta([Message(role="user", content="And 5*6?")], last_id=None)
     assert [p.origin for p in user if p.message_index is not None] == [Origin.USER]

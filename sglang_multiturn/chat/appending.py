@@ -84,10 +84,16 @@ class Appender:
         return shown
 
     def alone(self, role: Role, text: str) -> str:
-        """What the template makes of a message's text: that message rendered alone. Raises TemplateError."""
+        """What the template makes of a message's text: that message rendered alone. Raises TemplateError.
+
+        Control tokens are taken apart meanwhile: Qwen3.5's template refuses a user who says `<tool_response>`.
+        """
         if role not in self._alone:
             self._alone[role] = Alone.of(role, self.render, self.dialect)
-        return self._alone[role].shown(text)
+        if not self.encoder.holds_control(text):
+            return self._alone[role].shown(text)
+        mark = self.encoder.unused_mark([text])
+        return self._alone[role].shown(self.encoder.take_apart(text, mark)).replace(mark, "")
 
     def _encode_run(self, run: Run, shown: Mapping[Slot, str]) -> list[tuple[int, int | None]]:
         """Ids of a run with whose content they are; a token that holds any character of a content belongs to it."""
