@@ -26,7 +26,7 @@ from sglang_multiturn.engine.base import Engine, SamplingParams
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.request import RequestSpec
-from sglang_multiturn.rewards import load_reward_fn
+from sglang_multiturn.rewards import check_weights, load_reward_fn
 from sglang_multiturn.runner import RolloutEngine
 from sglang_multiturn.summary import RunSummary
 from sglang_multiturn.tools.registry import ToolRegistry
@@ -94,6 +94,7 @@ def rollout(
     tools_config = ToolsConfig.from_yaml(shipped_tools(tools)) if tools else ToolsConfig()
     config = _override(tools_config.rollout, {key: value for key, value in asked.items() if value is not None})
     registry = ToolRegistry.from_config(tools_config, str(tools or "tools"))
+    check_weights(config, registry.names)
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     specs = _read_specs(data, sampling, samples, limit, registry)
     trajectories = _prepare_out(out, overwrite)
@@ -140,7 +141,7 @@ def _read_specs(
             break
         uid = str(index)
         spec = spec_from_row(row, place=place, request_id=uid, uid=uid, input_index=index, sampling=sampling)
-        registry.schemas(spec.tool_names)  # a row that names a tool nobody configured is found before anything runs
+        registry.check_row(spec, place)  # a row that names a tool nobody configured is found before anything runs
         specs.append(spec)
     return list(in_groups(specs, samples))
 
@@ -229,5 +230,16 @@ def _print_summary(finished: _Finished, trajectories: Path) -> None:
     table.add_row("ended", ", ".join(f"{name} {count}" for name, count in summary.stop_reasons.most_common()))
     table.add_row("written", str(trajectories))
     console.print(table)
-    for kind, example in summary.error_examples.items():
-        console.print(f"{kind}, for example {example}", markup=False)
+    for line in [*_leak_lines(summary), *summary.failures.lines()]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _leak_lines(summary: RunSummary) -> list[str]:
+    leaks, metrics = summary.leaks, summary.metrics
+    if leaks.clean:
+        return []
+    return [
+        f"tool instances: {metrics.tool_instances_created} created, {metrics.tool_instances_released} released, "
+        f"{leaks.lost_instances} lost with their process, {leaks.not_released} not released; "
+        f"{leaks.release_errors} releases failed, {leaks.left_behind_calls} calls were left behind"
+    ]

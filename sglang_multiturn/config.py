@@ -1,23 +1,45 @@
-"""Every setting, with its default and what it means; and how a YAML becomes them.
+"""Every setting, with its default and what it means.
 
-Unknown keys are refused with file, line and a suggestion. Names other versions used map to ours in `RENAMED`.
+Unknown keys are refused with file, line and a suggestion (`yaml_reading`). Names other versions used map to ours in
+`RENAMED`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.request import OVERLONG, Disposition, StopReason
 from sglang_multiturn.schemas import ToolSchema
+from sglang_multiturn.yaml_reading import YamlPlaces, closest, load_yaml, load_yaml_with_places, validate_config
+
+__all__ = [
+    "RENAMED",
+    "Counted",
+    "Cut",
+    "Execution",
+    "FailurePolicy",
+    "FaultConfig",
+    "OnFailure",
+    "Policy",
+    "RolloutConfig",
+    "ToolConfig",
+    "ToolSettings",
+    "ToolsConfig",
+    "closest",
+    "load_yaml",
+    "validate_config",
+]
 
 Policy = Literal["train", "mask", "drop"]
+Execution = Literal["async", "thread", "process", "ray"]
+Cut = Literal["left", "middle", "right"]
+OnFailure = Literal["tell", "end", "fail"]
+Counted = Literal["off", "sum", "last"]
 
 RENAMED: Mapping[str, str] = {"max_turns": "max_assistant_turns", "format": "tool_parser"}
 """Old names of PR #1037 and verl, and the settings they became."""
@@ -25,10 +47,35 @@ RENAMED: Mapping[str, str] = {"max_turns": "max_assistant_turns", "format": "too
 _PARSER_NAMES = {"chatml": "hermes", "qwen": "hermes", "qwen25": "hermes", "qwen2_5": "hermes"}
 
 
+class FailurePolicy(BaseModel):
+    """What becomes of a conversation when a call of it went wrong, for each way in which it can.
+
+    `tell`: the model reads what was wrong and goes on. `end`: the conversation ends as `too_many_errors`, and is judged
+    as it stands. `fail`: it ends FAILED, and the setting `failed` says what becomes of it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    malformed: OnFailure = "tell"
+    """The call does not parse, or the turn ended inside it."""
+    unknown_tool: OnFailure = "tell"
+    invalid_arguments: OnFailure = "tell"
+    """The arguments break the tool's schema."""
+    tool_error: OnFailure = "tell"
+    """The tool raised ToolError, after its retries."""
+    timeout: OnFailure = "tell"
+    """The tool did not answer in time, after its retries."""
+    died: OnFailure = "tell"
+    """The tool's process died, or was killed for what it did, after its retries."""
+    raised: OnFailure = "fail"
+    """The tool raised anything else, or broke its contract."""
+
+
 class RolloutConfig(BaseModel):
     """How conversations run: the `rollout:` part of a tool YAML."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    old_names: ClassVar[Mapping[str, str]] = RENAMED
 
     max_assistant_turns: int | None = Field(default=16, ge=1)
     """A turn is one generation."""
@@ -51,13 +98,15 @@ class RolloutConfig(BaseModel):
     """Calls of one turn that are made; the rest is answered with an error, never dropped."""
     max_tool_result_tokens: int = Field(default=1024, ge=8)
     """Longer answers are cut, and the cut is marked in the text."""
-    tool_result_cut: Literal["left", "middle", "right"] = "middle"
+    tool_result_cut: Cut = "middle"
     """Where a long answer loses text."""
     max_errors_in_a_row: int = Field(default=5, ge=1)
     """Turns in a row in which every call went wrong before the rollout ends as `too_many_errors`."""
+    on_failure: FailurePolicy = Field(default_factory=FailurePolicy)
+    """What becomes of a conversation when a call of it went wrong, for each way in which it can."""
 
     tool_timeout_s: float | None = Field(default=60.0, gt=0)
-    """One create, execute or calc_reward."""
+    """One create, execute or calc_reward, of tools that say no `timeout_s` of their own."""
     release_timeout_s: float = Field(default=10.0, gt=0)
     """One release; a tool that is slower is left behind, logged and counted."""
     reward_timeout_s: float | None = Field(default=60.0, gt=0)
@@ -80,10 +129,16 @@ class RolloutConfig(BaseModel):
     """FAILED, ABORTED and too long prompts."""
     failed_rows: Literal["drop", "mask"] = "drop"
     """verl only: `mask` keeps one masked row for what would be dropped, under the V1 trainer too."""
-    calc_reward_weight: float = 0.0
-    """The reward is the score plus this times the sum of all tools' `calc_reward`."""
-    tool_reward_weight: float = 0.0
-    """The reward is the score plus this times the sum of all step rewards."""
+    score_weight: float = 1.0
+    """The reward is the weighted sum of three: what the reward function says, ..."""
+    step_rewards: Counted = "off"
+    """... what `execute` returned call by call (all of them, or the last alone), ..."""
+    step_reward_weight: float | dict[str, float] = 1.0
+    """One weight, or one for each tool by name; 0 for a tool that is not named."""
+    calc_rewards: Counted = "off"
+    """... and what `calc_reward` said at the end (of all tools, or of the one that was created last alone)."""
+    calc_reward_weight: float | dict[str, float] = 1.0
+    """One weight, or one for each tool by name; 0 for a tool that is not named."""
 
     max_concurrent: int = Field(default=256, ge=1)
     """Standalone only: conversations running at the same time."""
@@ -100,8 +155,9 @@ class RolloutConfig(BaseModel):
         renamed = {RENAMED.get(key, key): value for key, value in values.items()}
         if isinstance(parser := renamed.get("tool_parser"), str):
             renamed["tool_parser"] = _PARSER_NAMES.get(parser, parser)
-        if renamed.get("drift_check") is False:
-            renamed["drift_check"] = "off"  # which YAML reads as false
+        for key in ("drift_check", "step_rewards", "calc_rewards"):
+            if renamed.get(key) is False:
+                renamed[key] = "off"  # which YAML reads as false
         return renamed
 
     def disposition(self, stop_reason: StopReason) -> Disposition:
@@ -115,10 +171,61 @@ class RolloutConfig(BaseModel):
         return Disposition.TRAIN
 
 
-class ToolConfig(BaseModel):
-    """One entry of `tools:`; the three keys are those of PR #1037 and of verl."""
+class FaultConfig(BaseModel):
+    """Faults to put into a tool's calls, to see what a run makes of them. Never in validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    latency_s: float = Field(default=0.0, ge=0)
+    """Every call waits this long before it is made."""
+    error_rate: float = Field(default=0.0, ge=0, le=1)
+    """Part of the calls that end with a ToolError and never reach the tool."""
+    hang_rate: float = Field(default=0.0, ge=0, le=1)
+    """Part of the calls that never return; their timeout ends them."""
+    seed: int = 0
+    """The same seed, request and call give the same fault."""
+
+
+class ToolSettings(BaseModel):
+    """How calls of one tool are made: all keys of a `tools:` entry but the three that say what the tool is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    execution: Execution = "async"
+    """`async`: on the event loop of all conversations. `thread`: each call in a thread of its own, for code that blocks.
+    `process`: one process a conversation, killed with its children when it hangs. `ray`: such processes on a Ray node."""
+    instance_scope: Literal["conversation", "call"] = "conversation"
+    """`call` makes and releases an instance around every call, as verl 0.5 and later do."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """One create, execute or calc_reward; None takes `tool_timeout_s` of `rollout:`. Waiting for a slot does not count."""
+    retries: int = Field(default=0, ge=0)
+    """How often a call is made again after a ToolError, a timeout or a dead process."""
+    retry_backoff_s: float = Field(default=0.5, ge=0)
+    """Longest wait before the first retry; doubled for each further one. The wait is random below it."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Calls at the same time in the whole run, whatever the number of worker processes."""
+    max_per_s: float | None = Field(default=None, gt=0)
+    """Calls begun a second in the whole run, whatever the number of worker processes."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Calls a conversation; further ones are refused with a sentence for the model."""
+    stop_after_call: bool = False
+    """The conversation is over once this tool has answered (stop_reason `tool_stop`)."""
+    max_result_tokens: int | None = Field(default=None, ge=8)
+    """Longer answers are cut, and the cut is marked; None takes `max_tool_result_tokens` of `rollout:`."""
+    result_cut: Cut | None = None
+    """Where a long answer loses text; None takes `tool_result_cut` of `rollout:`."""
+    max_memory_mb: int = Field(default=2048, ge=64)
+    """`process` and `ray`: memory of a conversation's process and its children; beyond it they are killed."""
+    max_processes: int = Field(default=64, ge=1)
+    """`process` and `ray`: processes of one conversation's call; beyond it they are killed."""
+    ray_options: dict[str, Any] = Field(default_factory=dict)
+    """`ray`: options of the actor that holds the processes (num_cpus, resources, ...)."""
+    faults: FaultConfig | None = None
+    """Faults to put into this tool's calls."""
+
+
+class ToolConfig(ToolSettings):
+    """One entry of `tools:`; these three keys are those of PR #1037 and of verl."""
 
     class_name: str
     """Import path of a BaseTool subclass."""
@@ -135,92 +242,36 @@ class ToolsConfig(BaseModel):
 
     tools: list[ToolConfig] = Field(default_factory=list)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    _places: YamlPlaces | None = PrivateAttr(default=None)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
         """Read a tool YAML. Raises ConfigError with file, line, key and a suggestion."""
-        return load_yaml(Path(path), cls)
+        config, places = load_yaml_with_places(Path(path), cls)
+        _refuse_idle_settings(config, places)
+        config._places = places
+        return config
+
+    def place(self, *keys: str | int, otherwise: str) -> str:
+        """`file:line` of a key, as `place("tools", 0, "class_name", ...)`; `otherwise` if this was read from no file."""
+        return otherwise if self._places is None else self._places.of(*keys)
 
 
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def load_yaml(path: Path, model: type[Model]) -> Model:
-    """Read a YAML file as `model`.
-
-    Raises:
-        ConfigError: the file is missing, is no YAML, or a key or value in it is wrong.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}: expected a mapping at the top, got {type(data).__name__}")
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, model, path, node)) from error
-
-
-def validate_config(values: Mapping[str, Any], model: type[Model], source: str) -> Model:
-    """A mapping from anywhere else (a launch config, keyword arguments) as `model`. Raises ConfigError."""
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        raise ConfigError(_explain(error, model, source, None)) from error
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` or the list of what is known: the tail of many error messages."""
-    known = sorted(known)
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
-
-
-def _explain(error: ValidationError, model: type[BaseModel], source: str | Path, node: yaml.Node | None) -> str:
-    sentences = []
-    for one in error.errors():
-        loc = tuple(one["loc"])
-        where = ".".join(map(str, loc))
-        line = None if node is None else _line(node, loc)
-        place = f"{source}:{line}" if line else str(source)
-        if one["type"] == "extra_forbidden":
-            fields = set(_model_at(model, loc[:-1]).model_fields) | ({*RENAMED} if loc[:-1] == ("rollout",) else set())
-            sentences.append(f"{place}: unknown key {where!r}{closest(str(loc[-1]), fields)}")
-        elif one["type"] == "missing":
-            sentences.append(f"{place}: {where!r} is missing")
-        else:
-            sentences.append(f"{place}: {where!r}: {one['msg']}, got {one['input']!r}")
-    return "\n".join(sentences)
-
-
-def _line(node: yaml.Node, loc: tuple[Any, ...]) -> int:
-    """The line of the deepest part of `loc` that stands in the file, from 1."""
-    line = node.start_mark.line
-    for part in loc:
-        if isinstance(node, yaml.MappingNode):
-            found = next(((k, v) for k, v in node.value if k.value == part), None)
-            if found is None:
-                break
-            key, node = found
-            line = key.start_mark.line
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line
-        else:
-            break
-    return line + 1
-
-
-def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
-    """The model whose key stands at `loc`."""
-    known: dict[Any, type[BaseModel]] = {"tools": ToolConfig, "rollout": RolloutConfig}
-    for part in loc:
-        model = known.get(part, model)
-    return model
+def _refuse_idle_settings(config: ToolsConfig, places: YamlPlaces) -> None:
+    """Raises ConfigError for a setting that another one makes idle: whoever wrote it expects it to do something."""
+    idle = []
+    for index, entry in enumerate(config.tools):
+        own_processes = entry.execution in ("process", "ray")
+        conditions = {
+            "max_memory_mb": (own_processes, "has no effect on `execution: {0}`; write `execution: process` or `ray`"),
+            "max_processes": (own_processes, "has no effect on `execution: {0}`; write `execution: process` or `ray`"),
+            "ray_options": (entry.execution == "ray", "has no effect on `execution: {0}`; write `execution: ray`"),
+            "retry_backoff_s": (entry.retries > 0, "has no effect without retries; write `retries: 2`"),
+        }
+        for key, (works, said) in conditions.items():
+            if key in entry.model_fields_set and not works:
+                place = places.of("tools", index, key)
+                advice = f"{said.format(entry.execution)}, or leave the key out"
+                idle.append(f"{place}: {f'tools.{index}.{key}'!r} {advice}")
+    if idle:
+        raise ConfigError("\n".join(idle))

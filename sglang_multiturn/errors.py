@@ -11,6 +11,9 @@
     ├── BatchFailedError (RuntimeError)       most of a batch failed
     ├── ToolError (Exception)                 a tool says this to the model; the rollout goes on
     ├── ToolContractError (TypeError)         a tool broke its contract; that rollout is FAILED
+    ├── ToolRaisedError (RuntimeError)        a tool raised in another process; its words, type and traceback as text
+    ├── ToolDiedError (RuntimeError)          the process of a tool died or was killed; what it remembered is lost
+    ├── CallFailedError (RuntimeError)        a call went wrong, and `on_failure` says that its rollout fails
     └── EngineError (RuntimeError)            the engine could not do what was asked
         ├── EngineStartError                  it did not come up
         ├── EngineDiedError                   it went away; every generation in flight gets this
@@ -71,6 +74,18 @@ class ToolError(SglangMultiturnError):
 
 class ToolContractError(SglangMultiturnError, TypeError):
     """A tool returned something its contract does not allow; the rollout is FAILED."""
+
+
+class ToolRaisedError(SglangMultiturnError, RuntimeError):
+    """A tool in another process raised something; the message has its type, its words and the traceback."""
+
+
+class ToolDiedError(SglangMultiturnError, RuntimeError):
+    """The process a tool ran in died, or was killed for what it did; the instance and its state are gone."""
+
+
+class CallFailedError(SglangMultiturnError, RuntimeError):
+    """A call went wrong in a way for which `on_failure` says `fail`; the cause is what the tool raised, if it did."""
 
 
 class EngineError(SglangMultiturnError, RuntimeError):

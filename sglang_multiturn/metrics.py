@@ -29,12 +29,25 @@ class RolloutMetrics:
     invalid_arguments: int = 0
     """Calls whose arguments break the tool's schema."""
     skipped_calls: int = 0
-    """Calls beyond `max_parallel_calls`; the model was told."""
+    """Calls that were not made, beyond `max_parallel_calls` of the turn or `max_calls` of the tool; the model was told."""
+    refused_calls: int = 0
+    """Those of them beyond `max_calls`."""
     tool_errors: int = 0
-    """Calls a tool answered with a ToolError."""
+    """Calls a tool answered with a ToolError, after its retries."""
     tool_timeouts: int = 0
+    """Calls that were not answered in time, after the retries."""
+    tool_deaths: int = 0
+    """Calls whose process died or was killed, after the retries."""
+    tool_crashes: int = 0
+    """Calls in which the tool raised anything else, or broke its contract."""
+    tool_retries: int = 0
+    """Further attempts at a call, whatever became of them."""
+    injected_faults: int = 0
+    """Attempts that `faults` made fail or hang; latency is none."""
+    calc_reward_errors: int = 0
+    """`calc_reward`s that raised, took too long or broke the contract."""
     cut_tool_results: int = 0
-    """Tool answers cut to `max_tool_result_tokens`."""
+    """Tool answers cut to the most tokens a result may have."""
     engine_retries: int = 0
     new_rows: int = 0
     """Rows beyond the first, begun by `history: split`."""
@@ -54,10 +67,19 @@ class RolloutMetrics:
     """Boundaries and answers other than the template's: drift."""
     tool_instances_created: int = 0
     tool_instances_released: int = 0
+    """Whether `release` went well or not."""
+    lost_instances: int = 0
+    """Instances that went with their process; there is nothing to release. Created is released and lost together."""
     release_errors: int = 0
+    """`release`s that raised or took too long."""
+    left_behind_calls: int = 0
+    """Calls that could not be ended: a thread that blocks, a coroutine that ignores its cancellation."""
     queue_s: float = 0.0
     generate_s: float = 0.0
+    tool_queue_s: float = 0.0
+    """Calls' wait for the limits of their tool, added up."""
     tool_s: float = 0.0
+    """From asking for a call to its answer, waits and retries included; parallel calls are added up."""
     drift_s: float = 0.0
     """Spent on the drift check."""
     reward_s: float = 0.0

@@ -130,6 +130,15 @@ class ToolKwargs:
     calc_reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     release_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    def as_verl(self) -> dict[str, dict[str, Any]]:
+        """As it stands in a row of verl's: `{"create_kwargs": {...}, ...}`."""
+        return {
+            "create_kwargs": dict(self.create_kwargs),
+            "execute_kwargs": dict(self.execute_kwargs),
+            "calc_reward_kwargs": dict(self.calc_reward_kwargs),
+            "release_kwargs": dict(self.release_kwargs),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
@@ -161,15 +170,7 @@ class RequestSpec:
             "sample_index": self.sample_index,
             "messages": [message.for_template() for message in self.messages],
             "tool_names": self.tool_names,
-            "tools_kwargs": {
-                name: [
-                    dict(k.create_kwargs),
-                    dict(k.execute_kwargs),
-                    dict(k.calc_reward_kwargs),
-                    dict(k.release_kwargs),
-                ]
-                for name, k in self.tools_kwargs.items()
-            },
+            "tools_kwargs": {name: list(k.as_verl().values()) for name, k in self.tools_kwargs.items()},
             "sampling": repr(self.sampling),
             "data_source": self.data_source,
             "ground_truth": self.ground_truth,

@@ -17,23 +17,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_multiturn.answers import as_shown, count, ends_conversation, errors_in_a_row, judgements
 from sglang_multiturn.chat.calls import BrokenCall, BrokenKind, ParsedCall, ParsedTurn
 from sglang_multiturn.chat.drift import DriftLog
 from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
-from sglang_multiturn.chat.truncation import cut_text
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import FinishReason, Generation, Generator
 from sglang_multiturn.generation import generate_turn
 from sglang_multiturn.history import History, check_template
 from sglang_multiturn.interactions.base import Done, Interaction
 from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
-from sglang_multiturn.rewards import RewardFn, call_reward_fn, combine
+from sglang_multiturn.rewards import RewardFn, call_reward_fn, check_weights, combine
 from sglang_multiturn.schemas import FunctionCall, Message, ToolCall, ToolSchema
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.tools.session import NumberedCall, ToolAnswer, ToolSession
-from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
+from sglang_multiturn.trajectory import Rewards, ToolCallRecord, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,14 @@ class RolloutContext:
     reward_fn: RewardFn | None = None
     interaction: Interaction | None = None
     drift_log: DriftLog = field(default_factory=DriftLog)
+    tool_runtime: ToolRuntime | None = None
+    """What the tools run in; None makes one of `tools`. Whoever gives one closes it."""
 
     def __post_init__(self) -> None:
-        """Raises TemplateError: the template could never show what tools or users will say."""
+        """Raises ConfigError: a reward's weight is wrong; TemplateError: the template cannot show what tools or users say."""
+        check_weights(self.config, self.tools.names)
+        if self.tool_runtime is None:
+            object.__setattr__(self, "tool_runtime", ToolRuntime(self.tools, self.config))
         check_template(self.template, self.tools, self.interaction)
 
 
@@ -102,7 +108,7 @@ class Rollout:
         One that has ended already and is being scored keeps its own stop_reason.
         """
         self._abort_requested = True
-        if self._clock is not None:
+        if self._clock is not None and not self._clock.expired():  # which a second abort would find it to be
             self._clock.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> Trajectory:
@@ -110,7 +116,9 @@ class Rollout:
         started = time.monotonic()
         stop_reason, error, rewards = StopReason.ERROR, None, Rewards()
         try:
-            self._session = ToolSession(self._spec, self._context.tools, self._config, self.request.metrics)
+            runtime = self._context.tool_runtime
+            assert runtime is not None  # the context made one
+            self._session = ToolSession(self.request, runtime, self._config)
             async with self._session:
                 stop_reason = await self._converse_in_time()
                 if stop_reason is not StopReason.ABORTED:
@@ -232,19 +240,20 @@ class Rollout:
 
     async def _call_tools(self) -> RequestState | StopReason:
         assert self._session is not None
-        request, metrics = self.request, self.request.metrics
-        turn = metrics.assistant_turns - 1
+        request = self.request
+        turn = request.metrics.assistant_turns - 1
         calls = self._turn.calls
         answers = [self._noted(*one) for one in zip(await self._session.execute(calls, turn), calls, strict=True)]
-        metrics.tool_turns += 1
+        request.metrics.tool_turns += 1
         self._count(answers)
         messages = [
             Message(role="tool", content=a.record.answer, tool_call_id=a.record.call_id, name=a.record.name or None)
             for a in answers
         ]
         request.messages.extend(messages)
-        all_wrong = all(answer.record.outcome is not CallOutcome.OK for answer in answers)
-        request.errors_in_a_row = request.errors_in_a_row + 1 if all_wrong else 0
+        request.errors_in_a_row = errors_in_a_row(request.errors_in_a_row, answers)
+        if ends_conversation(answers, self._config.on_failure):
+            return StopReason.TOO_MANY_ERRORS
         if any(answer.stop for answer in answers):
             return StopReason.TOOL_STOP
         if request.errors_in_a_row >= self._config.max_errors_in_a_row:
@@ -252,37 +261,20 @@ class Rollout:
         return self._observe(messages, turn, [answer.record.call_id for answer in answers])
 
     def _noted(self, answer: ToolAnswer, call: NumberedCall) -> ToolAnswer:
-        """An answer as the model is shown it, with what was wrong with a call that is broken."""
-        record = answer.record
-        if isinstance(call.call, BrokenCall):
-            record = dataclasses.replace(record, broken=call.call.kind)
-        text = cut_text(
-            record.answer,
-            self._context.template,
-            max_tokens=self._config.max_tool_result_tokens,
-            side=self._config.tool_result_cut,
+        tools, name = self._context.tools, answer.record.name
+        return as_shown(
+            answer,
+            call,
+            template=self._context.template,
+            config=self._config,
+            settings=tools.entry(name).settings if name in tools.names else None,
+            metrics=self.request.metrics,
         )
-        if text is not None:
-            self.request.metrics.cut_tool_results += 1
-            record = dataclasses.replace(record, answer=text)
-        return dataclasses.replace(answer, record=record)
 
     def _count(self, answers: Sequence[ToolAnswer]) -> None:
-        counters = {
-            CallOutcome.MALFORMED: "malformed_calls",
-            CallOutcome.UNKNOWN_TOOL: "unknown_tools",
-            CallOutcome.INVALID_ARGUMENTS: "invalid_arguments",
-            CallOutcome.SKIPPED: "skipped_calls",
-            CallOutcome.TOOL_ERROR: "tool_errors",
-            CallOutcome.TIMEOUT: "tool_timeouts",
-        }
-        metrics = self.request.metrics
-        for answer in answers:
-            self._records.append(answer.record)
-            metrics.tool_calls += 1
-            counted = counters.get(answer.record.outcome), answer.record.broken and f"malformed_{answer.record.broken}"
-            for name in filter(None, counted):
-                setattr(metrics, name, getattr(metrics, name) + 1)
+        records = [answer.record for answer in answers]
+        self._records.extend(records)
+        count(records, self.request.metrics)
 
     # INTERACTING
 
@@ -324,13 +316,15 @@ class Rollout:
     async def _judge(self, stop_reason: StopReason) -> Rewards:
         """Ask every tool for its `calc_reward` and the reward function for its score."""
         assert self._session is not None
+        metrics, scored = self.request.metrics, self._disposition(stop_reason) is not Disposition.DROP
         started = time.monotonic()
         try:
-            calc_rewards = await self._session.calc_rewards()
-            tool_rewards = tuple(record.reward for record in self._records)
+            said = await self._session.calc_rewards()
+            calc_rewards, calc_errors = judgements(said, self._config.on_failure, metrics)
             score: float | None = None
             extra: dict[str, Any] = {}
-            if self._context.reward_fn is not None and self._disposition(stop_reason) is not Disposition.DROP:
+            if self._context.reward_fn is not None and scored:
+                tool_rewards = tuple(record.reward for record in self._records)
                 score, extra = await call_reward_fn(
                     self._context.reward_fn,
                     data_source=self._spec.data_source,
@@ -339,9 +333,17 @@ class Rollout:
                     extra_info=self._scorer_info(stop_reason, tool_rewards, calc_rewards),
                     timeout_s=self._config.reward_timeout_s,
                 )
-            return combine(self._config, score=score, tool_rewards=tool_rewards, calc_rewards=calc_rewards, extra=extra)
+            return combine(
+                self._config,
+                score=score,
+                calls=self._records,
+                calc_rewards=calc_rewards,
+                calc_errors=calc_errors,
+                extra=extra,
+                scored=scored,
+            )
         finally:
-            self.request.metrics.reward_s += time.monotonic() - started
+            metrics.reward_s += time.monotonic() - started
 
     def _own_words(self) -> str:
         """What the model sampled, turn by turn, and nothing anyone else said."""
@@ -380,6 +382,7 @@ class Rollout:
             messages=tuple(request.messages),
             rewards=rewards,
             tool_calls=tuple(self._records),
+            release_errors=dict(self._session.release_errors) if self._session else {},
             error=request.error,
             metrics=request.metrics,
             drift=self._history.drift_examples,

@@ -22,9 +22,10 @@ from sglang_multiturn.errors import BatchFailedError, EngineDiedError
 from sglang_multiturn.history import check_template
 from sglang_multiturn.interactions.base import Interaction
 from sglang_multiturn.request import RequestSpec, RequestState
-from sglang_multiturn.rewards import RewardFn
+from sglang_multiturn.rewards import RewardFn, check_weights
 from sglang_multiturn.rollout import Rollout, RolloutContext
 from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.trajectory import Trajectory
 
 MIN_FINISHED_TO_JUDGE = 16
@@ -45,20 +46,23 @@ class RolloutEngine:
         reward_fn: RewardFn | None = None,
         interaction: Interaction | None = None,
     ) -> None:
-        """Raises TemplateError: the template could never show what tools or users will say."""
+        """Raises TemplateError: the template could never show what tools or users will say; ConfigError: a wrong weight."""
         self.engine = engine
         self.template = template
         self.tools = tools or ToolRegistry()
-        check_template(template, self.tools, interaction)
         self.config = config or RolloutConfig()
+        check_template(template, self.tools, interaction)
+        check_weights(self.config, self.tools.names)
         self._parser = parser or make_parser(self.config.tool_parser, template)
         self._reward_fn = reward_fn
         self._interaction = interaction
+        self._runtime = ToolRuntime(self.tools, self.config)
         self._rollouts: dict[str, Rollout] = {}
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.engine)
+        await self._stack.enter_async_context(self._runtime)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -147,6 +151,7 @@ class RolloutEngine:
             max_model_len=self.engine.info.max_model_len,
             reward_fn=self._reward_fn,
             interaction=self._interaction,
+            tool_runtime=self._runtime,
         )
 
 

@@ -5,11 +5,42 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
+from sglang_multiturn.failures import FailureLog
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import RequestState
 from sglang_multiturn.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaks:
+    """What tools left over. All 0 when every instance was released and every call came to its end."""
+
+    not_released: int
+    """Instances that were created, and neither released nor lost."""
+    lost_instances: int
+    """Instances that went with their process."""
+    release_errors: int
+    left_behind_calls: int
+    """Calls that could not be ended."""
+
+    @classmethod
+    def of(cls, metrics: RolloutMetrics) -> Leaks:
+        """The leaks that a sum of metrics shows."""
+        ended = metrics.tool_instances_released + metrics.lost_instances
+        return cls(
+            not_released=metrics.tool_instances_created - ended,
+            lost_instances=metrics.lost_instances,
+            release_errors=metrics.release_errors,
+            left_behind_calls=metrics.left_behind_calls,
+        )
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was left over."""
+        return not any(dataclasses.astuple(self))
 
 
 class RunSummary:
@@ -22,7 +53,7 @@ class RunSummary:
         self.response_tokens = 0
         self.sampled_tokens = 0
         self.stop_reasons: collections.Counter[str] = collections.Counter()
-        self.error_examples: dict[str, str] = {}
+        self.failures = FailureLog()
         self.drift_examples: dict[str, str] = {}
         self.rows = 0
         self.metrics = RolloutMetrics()
@@ -47,9 +78,7 @@ class RunSummary:
         if trajectory.reward is not None:
             self._reward_sum += trajectory.reward
             self._rewarded += 1
-        if trajectory.error is not None:
-            example = f"{trajectory.request_id}: {trajectory.error.message}"
-            self.error_examples.setdefault(trajectory.error.type, example)
+        self.failures.add(trajectory)
 
     @property
     def reward_mean(self) -> float:
@@ -71,6 +100,11 @@ class RunSummary:
         """Assistant turns a rollout."""
         return self.metrics.assistant_turns / self.rollouts if self.rollouts else 0.0
 
+    @property
+    def leaks(self) -> Leaks:
+        """What tools left over so far."""
+        return Leaks.of(self.metrics)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return {
@@ -85,7 +119,8 @@ class RunSummary:
             "prompt_tokens": self.prompt_tokens,
             "response_tokens": self.response_tokens,
             "sampled_tokens": self.sampled_tokens,
-            "error_examples": self.error_examples,
+            "failure_examples": self.failures.to_dict(),
+            "leaks": dataclasses.asdict(self.leaks),
             "drift_examples": self.drift_examples,
             "metrics": dataclasses.asdict(self.metrics),
         }

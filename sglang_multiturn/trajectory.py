@@ -35,6 +35,10 @@ class CallOutcome(StrEnum):
     SKIPPED = "skipped"
     TOOL_ERROR = "tool_error"
     TIMEOUT = "timeout"
+    DIED = "died"
+    """The tool's process died, or was killed for what it did."""
+    RAISED = "raised"
+    """The tool raised something that is no ToolError, or broke its contract."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,9 @@ class Rewards:
     tool_rewards: tuple[float, ...] = ()
     """Step rewards, in the order of the calls."""
     calc_rewards: dict[str, float] = field(default_factory=dict)
-    """`calc_reward` of each tool that was created."""
+    """`calc_reward` of each tool, in the order in which they were created; 0.0 where it went wrong."""
+    calc_errors: dict[str, ErrorRecord] = field(default_factory=dict)
+    """What was raised by each `calc_reward` that went wrong and did not fail the rollout."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What a reward function returned beside its score."""
 
@@ -91,6 +97,8 @@ class Trajectory:
     tool_calls: tuple[ToolCallRecord, ...] = ()
     error: ErrorRecord | None = None
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    release_errors: dict[str, ErrorRecord] = field(default_factory=dict)
+    """The first thing raised by each tool's `release`; metrics have the count."""
     drift: tuple[DriftExample, ...] = ()
     """One example of each way in which the tokens differ from what the template renders; metrics have the counts."""
     truncated_sampling: bool = False

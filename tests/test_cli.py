@@ -115,6 +115,17 @@ def test_a_row_without_a_prompt_is_told_before_anything_runs(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_weight_for_a_tool_nobody_configured_is_told_before_anything_runs(tmp_path: Path) -> None:
+    tools = tmp_path / "tools.yaml"
+    weights = "\nrollout: {step_rewards: sum, step_reward_weight: {calculater: 0.5}}\n"
+    tools.write_text(Path(CALCULATOR).read_text() + weights)
+    done = run("rollout", "--engine", "scripted", "--data", rows(tmp_path), "--tools", tools, "--out", tmp_path / "out")
+    assert done.returncode == 1
+    said = "step_reward_weight: tool 'calculater' is not configured; did you mean 'calculator'?"
+    assert said in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_an_earlier_run_left_is_not_overwritten(tmp_path: Path) -> None:
     options = ["--engine", "scripted", "--data", rows(tmp_path), "--out", tmp_path / "out"]
     assert run("rollout", *options).returncode == 0

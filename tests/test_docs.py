@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from sglang_multiturn.config import RENAMED, RolloutConfig
+from sglang_multiturn.config import RENAMED, FailurePolicy, FaultConfig, RolloutConfig, ToolSettings
 
 
 def test_the_readmes_first_program_prints_what_it_says() -> None:
@@ -19,13 +20,30 @@ def test_the_readmes_first_program_prints_what_it_says() -> None:
     assert done.stdout == blocks[2]
 
 
-@pytest.mark.parametrize("name", RolloutConfig.model_fields)
-def test_every_setting_is_documented_with_its_default(name: str) -> None:
-    default = RolloutConfig.model_fields[name].default
-    row = f"| `{name}` | {'none' if default is None else default} | "
-    lines = [line for line in Path("docs/settings.md").read_text(encoding="utf-8").splitlines() if line.startswith(row)]
-    assert len(lines) == 1
-    assert len(lines[0]) > len(row) + 10
+@pytest.mark.parametrize(
+    ("heading", "model"),
+    [
+        ("| key | default | meaning |", RolloutConfig),
+        ("An entry of `tools:`", ToolSettings),
+        ("| key of `faults` |", FaultConfig),
+        ("| key of `on_failure` |", FailurePolicy),
+    ],
+)
+def test_every_setting_is_documented_with_its_default(heading: str, model: type[BaseModel]) -> None:
+    page = Path("docs/settings.md").read_text(encoding="utf-8")
+    table = re.search(r"^\|---.*\n((?:\|.*\n)+)", page[page.index(heading) :], re.MULTILINE)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[1].splitlines()]
+    assert {name: default for name, default, _ in rows} == {
+        f"`{name}`": _shown(field.get_default(call_default_factory=True)) for name, field in model.model_fields.items()
+    }
+    assert all(len(meaning) > 10 for _, _, meaning in rows)
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, BaseModel):
+        return "see below"
+    return "none" if default is None else str(default)
 
 
 def test_old_names_are_documented() -> None:

@@ -209,8 +209,8 @@ async def test_each_mistake_is_answered_and_counted() -> None:
             CallOutcome.MALFORMED,
             "Error: The tool call is not valid JSON (Expecting property name enclosed in double quotes).",
         ),
-        (CallOutcome.UNKNOWN_TOOL, "Error: there is no tool 'ecko'; did you mean 'echo'?."),
-        (CallOutcome.INVALID_ARGUMENTS, "Error: invalid arguments: n: 'three' is not of type 'integer'"),
+        (CallOutcome.UNKNOWN_TOOL, "Error: there is no tool 'ecko'; did you mean 'echo'?"),
+        (CallOutcome.INVALID_ARGUMENTS, "Error: invalid arguments: n must be an integer, not 'three'"),
         (CallOutcome.OK, '{"n": 3}'),
     ]
     metrics = trajectory.metrics
@@ -437,6 +437,24 @@ async def test_abort_from_outside_while_generating_and_while_a_tool_works() -> N
     assert hanging.verbs == ["create", "execute", "release"]
 
 
+async def test_an_abort_of_what_is_being_aborted_changes_nothing() -> None:
+    class Closing(HangingTool):
+        async def answer(self, parameters: dict[str, Any]) -> Any:
+            try:
+                await super().answer(parameters)
+            finally:
+                rollout.abort()
+
+    tool = Closing()
+    async with ScriptedEngine.playing(TEMPLATE, {"r": [call("echo")]}) as engine, asyncio.TaskGroup() as group:
+        rollout = Rollout(spec(), context(engine, [tool]))
+        task = group.create_task(rollout.run())
+        await tool.started.wait()
+        rollout.abort()
+        trajectory = await task
+    assert (trajectory.state, trajectory.error) == (ABORTED, None)
+
+
 async def test_an_abort_that_comes_while_a_rollout_is_scored_changes_nothing() -> None:
     scoring, go_on = asyncio.Event(), asyncio.Event()
 
@@ -516,7 +534,8 @@ async def test_the_tool_prints_the_right_answer_and_the_model_does_not_say_it() 
 
 
 async def test_tool_rewards_join_the_reward_by_weight() -> None:
-    config = RolloutConfig(tool_reward_weight=0.1, calc_reward_weight=2.0)
+    weights = {"step_reward_weight": 0.1, "calc_reward_weight": 2.0}
+    config = RolloutConfig(step_rewards="sum", calc_rewards="sum", **weights)
     trajectory = await roll([call("echo"), call("echo"), "x"], [RecordingTool()], config, reward_fn=lambda **_: 1)
     assert trajectory.reward == pytest.approx(1 + 0.1 * 1.0 + 2.0 * 0.25)
 

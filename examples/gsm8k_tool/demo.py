@@ -39,6 +39,9 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="folder for everything it leaves")
     parser.add_argument("--seed", type=int, default=0, help="of the data's order and of sampling")
     parser.add_argument("--steps", type=int, default=30, help="training steps of 16 questions, 8 rollouts each")
+    parser.add_argument(
+        "--tools", type=Path, default=TOOLS, help="tool YAML to train with; evaluated with the plain one"
+    )
     arguments = parser.parse_args()
     started = time.monotonic()
     run_dir: Path = arguments.run_dir.resolve()
@@ -47,19 +50,19 @@ def main() -> None:
     run_dir.mkdir(parents=True)
     for name, dataset in zip(("train", "heldout"), demo_datasets(), strict=True):
         write(dataset, run_dir / "data" / f"{name}.parquet")
-    train(run_dir, arguments.steps, arguments.seed)
+    train(run_dir, arguments.tools.resolve(), arguments.steps, arguments.seed)
     evaluation = evaluate_trained(run_dir, arguments.steps, arguments.seed)
     steps, summary = report(run_dir, evaluation, time.monotonic() - started)
     say(run_dir, steps, summary)
 
 
-def train(run_dir: Path, steps: int, seed: int) -> None:
+def train(run_dir: Path, tools: Path, steps: int, seed: int) -> None:
     """Run verl's trainer with its flood of lines in a file, and a progress bar here. Exits when it fails."""
     overrides = main_ppo_overrides(
         model=MODEL,
         train=run_dir / "data" / "train.parquet",
         heldout=run_dir / "data" / "heldout.parquet",
-        tools=TOOLS,
+        tools=tools,
         reward=HERE / "reward.py",
         run_dir=run_dir,
         steps=steps,

@@ -42,6 +42,7 @@ CHECKS: Mapping[str, str] = {
     "calls-arguments": "quotes, new lines, tags and other letters in arguments come back as they were",
     "calls-parallel": "two calls in one turn come back as two, in their order",
     "reward-function": "the reward function is there and takes verl's four arguments",
+    "reward-weights": "weights of rewards are for tools that are configured, and would be used",
     "data-file": "the file is there and every line can be read",
     "data-sampled": "how many rows are looked at",
     "data-prompt-key": "rows have the column that verl reads the messages from",

@@ -154,6 +154,7 @@ async def _roll(
                 "max_turn_tokens": None,
             }
             | {"max_assistant_turns": None, "max_tool_turns": None, "journal_dir": None, "drift_check": "count"}
+            | {"step_rewards": "off", "calc_rewards": "off", "step_reward_weight": 1.0, "calc_reward_weight": 1.0}
         ),
         max_model_len=2 * _ROOM,
         reward_fn=subject.reward_fn if subject.inputs.run_tools else None,

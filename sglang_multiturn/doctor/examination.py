@@ -82,6 +82,7 @@ def examine(inputs: Inputs) -> Examination:
     if launch is not None:
         run("launch-settings", lambda: launch_checks.merge_launch_settings(subject, launch))
     run("tools-schema", lambda: tool_checks.check_tools(subject))
+    run("reward-weights", lambda: path_checks.check_reward_weights(subject))
     if subject.rows is not None:
         run("data-row", lambda: data_checks.check_rows(subject))
     if subject.template is not None:
@@ -130,7 +131,7 @@ def _with_launch(subject: Subject, launch: Launch, run: Run) -> None:
     run("launch-history", lambda: launch_checks.check_trainer(subject, launch))
     run("launch-other", lambda: launch_checks.check_agreement(subject, launch))
     run("launch-path", lambda: path_checks.check_paths(subject, launch))
-    run("launch-reward", lambda: path_checks.check_scoring(launch))
+    run("launch-reward", lambda: path_checks.check_scoring(launch, subject.settings))
     if (tools := _tools_of(subject)) is not None:
         run("launch-loader", lambda: path_checks.check_loader(str(tools)))
     run("launch-refused", refused)

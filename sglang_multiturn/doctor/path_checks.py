@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from sglang_multiturn.config import ToolsConfig
+from sglang_multiturn.config import RolloutConfig, ToolsConfig
 from sglang_multiturn.doctor.findings import Findings, note, problem
 from sglang_multiturn.doctor.launch import ROLLOUT, Launch
 from sglang_multiturn.doctor.subject import Subject
 from sglang_multiturn.errors import ConfigError
-from sglang_multiturn.rewards import RewardFn, load_reward_fn
+from sglang_multiturn.rewards import RewardFn, check_weights, counts_tools, load_reward_fn
 
 _FILES = (
     f"{ROLLOUT}.multi_turn.tool_config_path",
@@ -99,7 +99,19 @@ def _signature(reward_fn: RewardFn, where: str) -> Findings:
         return
 
 
-def check_scoring(launch: Launch) -> Findings:
+def check_reward_weights(subject: Subject) -> Findings:
+    """Whether step rewards and `calc_reward`s can be weighed as the settings say."""
+    if not subject.tools_complete:
+        return  # a tool that could not be loaded would be taken for one that is not configured
+    try:
+        check_weights(subject.settings, subject.registry.names)
+    except ConfigError as error:
+        yield problem(
+            "reward-weights", str(error), "Correct it under `rollout:` of the tool YAML: no run starts with it."
+        )
+
+
+def check_scoring(launch: Launch, settings: RolloutConfig) -> Findings:
     """Who scores, and what the scorer reads."""
     for key in _OLD_REWARD_KEYS:
         if launch.get(key) is not None:
@@ -116,10 +128,20 @@ def check_scoring(launch: Launch) -> Findings:
         or manager != "naive"
         or launch.get("reward.reward_manager.source") != "register"
     ):
+        if counts_tools(settings):
+            what = f"step_rewards and calc_rewards cannot be added to what verl's reward model or reward manager {manager!r} say"
+            advice = "Set both to off, or use reward.custom_reward_function with the naive manager."
+            yield problem("launch-reward", what, advice, "reward")
+            return
         what = f"verl scores this run (reward model, or reward manager {manager!r}) from the text of the whole row"
         advice = "Its scorer reads what tools said as the model's words. Use reward.custom_reward_function with the naive manager."
         yield note("launch-reward", what, advice, "reward")
     elif launch.get("reward.custom_reward_function.path") is None and not any(launch.get(k) for k in _OLD_REWARD_KEYS):
+        if counts_tools(settings):
+            what = "no reward.custom_reward_function: the reward is step_rewards and calc_rewards alone"
+            advice = "Right where tools judge the whole; a function of your own would add a score of the model's words."
+            yield note("launch-reward", what, advice, "reward.custom_reward_function.path")
+            return
         what = "no reward.custom_reward_function: verl scores by the row's data_source, from the text of the whole row"
         advice = (
             "Its scorer reads what tools said as the model's words; give a function of your own to score those alone."

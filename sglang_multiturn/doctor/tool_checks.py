@@ -8,7 +8,6 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
@@ -18,8 +17,10 @@ from sglang_multiturn.doctor.findings import Finding, Findings, note, ok, proble
 from sglang_multiturn.doctor.subject import Subject
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.schemas import ToolSchema
-from sglang_multiturn.tools.base import BaseTool, Tool
-from sglang_multiturn.tools.registry import ToolRegistry, load_class
+from sglang_multiturn.tools.base import BaseTool
+from sglang_multiturn.tools.registry import ToolEntry, ToolRegistry
+from sglang_multiturn.tools.schema_mistakes import schema_mistakes
+from sglang_multiturn.tools.tool_classes import load_class
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What OpenAI allows as a function's name, and every format of calls can carry."""
@@ -41,10 +42,10 @@ def load_tools(subject: Subject, path: Path) -> Findings:
             "tools-none", "the YAML lists no tools", "Add entries under `tools:`, or leave the file out.", str(path)
         )
         return
-    made: dict[str, Tool] = {}
+    made: dict[str, ToolEntry] = {}
     places: dict[str, str] = {}
-    for entry, line in zip(config.tools, _lines(path), strict=True):
-        place = f"{path}:{line}"
+    for index, entry in enumerate(config.tools):
+        place = config.place("tools", index, otherwise=str(path))
         tool = yield from _make(entry, place)
         if tool is None:
             subject.tools_complete = False
@@ -54,29 +55,36 @@ def load_tools(subject: Subject, path: Path) -> Findings:
             yield problem("tools-name-twice", what, "Rename one: a call could not tell which is meant.", place)
             continue
         made[tool.name], places[tool.name] = tool, place
-    subject.registry, subject.tool_places = ToolRegistry(made.values(), str(path)), places
+    subject.registry, subject.tool_places = ToolRegistry.from_entries(made.values(), str(path)), places
     if made:
         yield ok("tools-yaml", f"{len(made)} tool(s) were made: {', '.join(made)}", str(path))
 
 
-def _make(entry: ToolConfig, place: str) -> Generator[Finding, None, Tool | None]:
+def _make(entry: ToolConfig, place: str) -> Generator[Finding, None, ToolEntry | None]:
     """One tool, or what is wrong with it and None."""
     try:
         load_class(entry.class_name, place)
-        if entry.tool_schema is not None and (wrong := _wrong_schema(entry.tool_schema)):
-            yield problem("tools-schema", wrong, "Write a JSON Schema: json-schema.org/learn shows how.", place)
+        if entry.tool_schema is not None and (wrong := list(_schema_problems(entry, entry.tool_schema, place))):
+            yield from wrong
             return None
-        registry = ToolRegistry.from_config(ToolsConfig(tools=[entry]), place)
+        (made,) = ToolRegistry.from_config(ToolsConfig(tools=[entry]), place).entries
     except ConfigError as error:
         yield problem(
             "tools-class", str(error).removeprefix(f"{place}: "), "Correct class_name, config or the class.", place
         )
         return None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's module runs when it is imported
-        what = f"{entry.class_name} cannot be imported: {type(error).__name__}: {error}"
-        yield problem("tools-class", what, "Import that module in a shell to see where it fails.", place)
-        return None
-    return registry.get(registry.names[0])
+    return made
+
+
+def _schema_problems(entry: ToolConfig, schema: ToolSchema, place: str) -> Findings:
+    """Why a schema that stands in the YAML is refused when a run starts."""
+    if wrong := _wrong_schema(schema):
+        yield problem("tools-schema", wrong, "Write a JSON Schema: json-schema.org/learn shows how.", place)
+        return
+    for mistake in schema_mistakes(schema, strict="type" not in entry.config):
+        what = f"tool {schema.name!r}: {'.'.join(map(str, mistake.path[1:]))} {mistake.said}"
+        check = "tools-required" if mistake.key == "required" else "tools-schema"
+        yield problem(check, what, "A run does not start with it: correct the schema in the YAML.", place)
 
 
 def _wrong_schema(schema: ToolSchema) -> str | None:
@@ -97,11 +105,13 @@ def _wrong_schema(schema: ToolSchema) -> str | None:
 def check_tools(subject: Subject) -> Findings:
     """What can be told of each tool without calling it."""
     for schema in subject.schemas:
-        tool = subject.registry.get(schema.name)
-        assert tool is not None  # the registry gave the schema
+        entry = subject.registry.entry(schema.name)
         place = subject.tool_places.get(schema.name, "")
         yield from _schema_findings(schema, place)
-        yield from _method_findings(tool, place)
+        if entry.source is None:
+            yield from _method_findings(entry.name, type(entry.tool), place)
+        else:
+            yield from _method_findings(entry.name, load_class(entry.source.class_path, place), place)
 
 
 def _schema_findings(schema: ToolSchema, place: str) -> Findings:
@@ -129,22 +139,22 @@ def _schema_findings(schema: ToolSchema, place: str) -> Findings:
         yield problem("tools-schema", what, "Write type: object with properties.", place)
 
 
-def _method_findings(tool: Tool, place: str) -> Findings:
-    if getattr(type(tool), "execute", None) is BaseTool.execute:
-        what = f"tool {tool.name!r}: {type(tool).__name__} does not define execute"
+def _method_findings(name: str, tool_class: Any, place: str) -> Findings:
+    if getattr(tool_class, "execute", None) is BaseTool.execute:
+        what = f"tool {name!r}: {tool_class.__name__} does not define execute"
         yield problem(
             "tools-execute", what, "Write `async def execute(self, instance_id, parameters, **kwargs)`.", place
         )
         return
     for method in _LIFECYCLE:
-        function = inspect.unwrap(getattr(tool, method))
+        function = inspect.unwrap(getattr(tool_class, method))
         if not inspect.iscoroutinefunction(function):
-            what = f"tool {tool.name!r}: {method} is no coroutine function"
+            what = f"tool {name!r}: {method} is no coroutine function"
             yield problem("tools-execute", what, f"Write `async def {method}(...)`: it is awaited.", place)
     try:
-        inspect.signature(tool.execute).bind("an id", {})
+        inspect.signature(tool_class.execute).bind(None, "an id", {})
     except TypeError as error:
-        what = f"tool {tool.name!r}: execute cannot be called with (instance_id, parameters): {error}"
+        what = f"tool {name!r}: execute cannot be called with (instance_id, parameters): {error}"
         yield problem(
             "tools-execute", what, "Write `async def execute(self, instance_id, parameters, **kwargs)`.", place
         )
@@ -171,11 +181,3 @@ def _required_names(schema: Any, path: str = "parameters") -> Iterator[tuple[str
     for name, value in properties.items():
         yield from _required_names(value, f"{path}.{name}")
     yield from _required_names(schema.get("items"), f"{path}.items")
-
-
-def _lines(path: Path) -> list[int]:
-    """The line of each entry under `tools:`, from 1."""
-    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    assert isinstance(node, yaml.MappingNode)  # it was read as a configuration
-    found = next(value for key, value in node.value if key.value == "tools")
-    return [entry.start_mark.line + 1 for entry in found.value]

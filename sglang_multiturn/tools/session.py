@@ -1,33 +1,47 @@
 """One conversation's tools: instances are made once, used any number of times, judged once and released once.
 
-A call that goes wrong by the model's or a tool's own word becomes an answer; anything else a tool raises leaves this
-module and ends this conversation, and no other.
+Whatever a tool does becomes an answer with an outcome; what follows from it is the rollout's to decide (`on_failure`).
+Each deadline has one owner, and for all calls of tools it is this module. The order of a call:
+
+    refused? (malformed, unknown tool, wrong arguments, over max_calls)
+    └─ attempt, up to 1 + retries times
+       └─ a slot of the tool's limits
+          └─ deadline ── faults ── create (the first time) ── execute
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
+import collections
 import logging
-import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from sglang_multiturn.chat.parsing import BrokenCall, ParsedCall
 from sglang_multiturn.config import RolloutConfig, closest
-from sglang_multiturn.errors import ToolContractError, ToolError
-from sglang_multiturn.metrics import RolloutMetrics
-from sglang_multiturn.request import RequestSpec, ToolKwargs
-from sglang_multiturn.schemas import plain_json, plain_text
-from sglang_multiturn.tools.base import Tool, ToolResponse
-from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.errors import CallFailedError, ToolDiedError, ToolError
+from sglang_multiturn.request import AsyncRolloutRequest, ErrorRecord
+from sglang_multiturn.schemas import plain_text
+from sglang_multiturn.tools.agent_data import AgentData
+from sglang_multiturn.tools.blocking import ToolOverdueError
+from sglang_multiturn.tools.host import ToolReply
+from sglang_multiturn.tools.instances import Instance, Instances, to_its_end
+from sglang_multiturn.tools.runtime import RunningTool, ToolRuntime
 from sglang_multiturn.trajectory import CallOutcome, ToolCallRecord
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+_ERROR_CHARS = 4000
+"""Of what a tool says went wrong; ordinary answers have `max_result_tokens`."""
+_SLOT_GRACE_S = 10.0
+"""A limit takes a slot back this long after its holder's deadline, should the holder have died."""
+_RETRIED = frozenset({CallOutcome.TOOL_ERROR, CallOutcome.TIMEOUT, CallOutcome.DIED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,219 +58,238 @@ class ToolAnswer:
 
     record: ToolCallRecord
     stop: bool = False
+    error: Exception | None = None
+    """What was raised, when the outcome is RAISED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalcReward:
+    """What one tool said of the conversation, or why it said nothing."""
+
+    name: str
+    outcome: CallOutcome
+    value: float = 0.0
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """What came of one try of a call."""
+
+    outcome: CallOutcome
+    text: str
+    reward: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    stop: bool = False
+    error: Exception | None = None
 
 
 class ToolSession:
     """`async with ToolSession(...) as session`: whatever happens inside, what was created is released."""
 
-    def __init__(
-        self, spec: RequestSpec, registry: ToolRegistry, config: RolloutConfig, metrics: RolloutMetrics
-    ) -> None:
-        self._spec = spec
-        self._registry = registry
+    def __init__(self, request: AsyncRolloutRequest, runtime: ToolRuntime, config: RolloutConfig) -> None:
+        self._request = request
+        self._spec = spec = request.spec
+        self._runtime = runtime
         self._config = config
-        self._metrics = metrics
-        self._instances: dict[str, str] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self.offered = tuple(schema.name for schema in registry.schemas(spec.tool_names))
+        self._metrics = request.metrics
+        self._instances = Instances(spec, request.metrics, release_timeout_s=config.release_timeout_s)
+        self._agent_data = AgentData(
+            request_id=spec.request_id,
+            tools_kwargs={name: row.as_verl() for name, row in spec.tools_kwargs.items()},
+            interaction_kwargs=dict(spec.extra_info.get("interaction_kwargs") or {}),
+        )
+        self._calls_made: collections.Counter[str] = collections.Counter()
+        self.offered = tuple(schema.name for schema in runtime.registry.schemas(spec.tool_names))
+
+    @property
+    def release_errors(self) -> Mapping[str, ErrorRecord]:
+        """By tool, the first `release` that went wrong; complete once the session was left."""
+        return self._instances.release_errors
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._release()
+        await self._instances.release_all()
 
     async def create_named(self) -> None:
-        """Make instances of the tools the dataset row names, as verl's PR #1037 did; others on their first call."""
+        """Make instances of the tools the dataset row names, as verl's PR #1037 did; others on their first call.
+
+        One that cannot be made now is tried again at its first call, which tells the model.
+
+        Raises:
+            Exception: what `create` raised, where `on_failure` says that such a conversation fails.
+        """
         for name in self._spec.tools_kwargs:
-            if name in self.offered:
-                await self._instance(name)
+            if name not in self.offered or self._runtime.tool(name).settings.instance_scope == "call":
+                continue
+            tool = self._runtime.tool(name)
+            failed = await self._in_time(tool, self._instances.get(tool), lambda _: None)
+            if failed is None:
+                continue
+            if failed.error is not None and getattr(self._config.on_failure, failed.outcome) == "fail":
+                if failed.outcome is CallOutcome.RAISED:
+                    raise failed.error
+                raise CallFailedError(
+                    f"{name}.create: on_failure.{failed.outcome} is fail: {failed.text}"
+                ) from failed.error
+            logger.info("request %s: %s.create: %s", self._spec.request_id, name, failed.text)
 
     async def execute(self, calls: Sequence[NumberedCall], turn: int) -> list[ToolAnswer]:
-        """Answer every call of a turn, side by side; answers come in the order of the calls."""
+        """Answer every call of a turn, side by side; answers come in the order of the calls. Raises nothing of a tool's."""
         limit = self._config.max_parallel_calls
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(call, turn)) for call in calls[:limit]]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors.exceptions[0].__cause__
         skipped = f"Not executed: at most {limit} tool calls are made a turn. Call it again if you still need it."
-        return [task.result() for task in tasks] + [
-            self._refuse(call, turn, CallOutcome.SKIPPED, skipped) for call in calls[limit:]
-        ]
+        self._tell_agent_data(turn)
+        answers: list[ToolAnswer | None] = [self._refusal(call, turn) for call in calls[:limit]]
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                at: group.create_task(self._answer(calls[at], turn))
+                for at, refused in enumerate(answers)
+                if refused is None
+            }
+        made = [tasks[at].result() if answer is None else answer for at, answer in enumerate(answers)]
+        self._agent_data.tool_rewards += [answer.record.reward for answer in made]
+        return made + [_refused(call, turn, CallOutcome.SKIPPED, skipped) for call in calls[limit:]]
 
-    async def calc_rewards(self) -> dict[str, float]:
-        """`calc_reward` of every instance, once."""
-        rewards: dict[str, float] = {}
-        for name, instance_id in self._instances.items():
-            tool = self._tool(name)
-            what = f"{name}.calc_reward"
-            judge = functools.partial(tool.calc_reward, instance_id, **self._kwargs(name).calc_reward_kwargs)
-            value = await self._timed(what, judge)
-            rewards[name] = _number(value, what)
-        return rewards
+    async def calc_rewards(self) -> list[CalcReward]:
+        """`calc_reward` of every instance that was kept for the conversation, once, in the order of creation.
+
+        Raises nothing of a tool's. An instance that was lost with its process has nothing to say.
+        """
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._calc_reward(instance)) for instance in self._instances.kept()]
+        return [task.result() for task in tasks]
+
+    def _tell_agent_data(self, turn: int) -> None:
+        data, messages = self._agent_data, self._request.messages
+        data.messages += [message.for_template() for message in messages[len(data.messages) :]]
+        data.assistant_turns = turn + 1
+        data.user_turns = self._metrics.tool_turns + self._metrics.user_turns
 
     # One call
 
-    async def _answer(self, numbered: NumberedCall, turn: int) -> ToolAnswer:
+    def _refusal(self, numbered: NumberedCall, turn: int) -> ToolAnswer | None:
+        """The answer to a call that is not made; None for one that is, which then counts against `max_calls`."""
         call = numbered.call
         if isinstance(call, BrokenCall):
-            return self._refuse(numbered, turn, CallOutcome.MALFORMED, f"Error: {call.reason}")
+            return _refused(numbered, turn, CallOutcome.MALFORMED, f"Error: {call.reason}")
         if call.name not in self.offered:
-            known = closest(call.name, self.offered).removeprefix("; ")
-            text = f"Error: there is no tool {call.name[:100]!r}; {known}."
-            return self._refuse(numbered, turn, CallOutcome.UNKNOWN_TOOL, text)
-        if wrong := self._registry.explain_arguments(call.name, call.arguments):
-            return self._refuse(numbered, turn, CallOutcome.INVALID_ARGUMENTS, f"Error: invalid arguments: {wrong}")
-        started = time.monotonic()
-        try:
-            answer = await self._run(numbered, call, turn)
-        except ToolError as error:
-            answer = self._refuse(numbered, turn, CallOutcome.TOOL_ERROR, f"Error: {plain_text(str(error))}")
-        except _ToolTimeout as error:
-            answer = self._refuse(numbered, turn, CallOutcome.TIMEOUT, f"Error: {plain_text(str(error))}")
-        self._metrics.tool_s += time.monotonic() - started
-        return answer
+            text = f"Error: there is no tool {call.name[:100]!r}{closest(call.name, self.offered)}"
+            return _refused(numbered, turn, CallOutcome.UNKNOWN_TOOL, text)
+        if wrong := self._runtime.registry.explain_arguments(call.name, call.arguments):
+            return _refused(numbered, turn, CallOutcome.INVALID_ARGUMENTS, f"Error: invalid arguments: {wrong}")
+        most = self._runtime.tool(call.name).settings.max_calls
+        if most is not None and self._calls_made[call.name] >= most:
+            self._metrics.refused_calls += 1
+            times = "once" if most == 1 else f"{most} times"
+            text = f"Not executed: {call.name} may be called {times} in a conversation. Go on without it."
+            return _refused(numbered, turn, CallOutcome.SKIPPED, text)
+        self._calls_made[call.name] += 1
+        return None
 
-    async def _run(self, numbered: NumberedCall, call: ParsedCall, turn: int) -> ToolAnswer:
+    async def _answer(self, numbered: NumberedCall, turn: int) -> ToolAnswer:
+        call = numbered.call
+        assert isinstance(call, ParsedCall)  # broken ones were refused
         started = time.monotonic()
-        instance_id = await self._instance(call.name)
-        tool, kwargs = self._tool(call.name), self._kwargs(call.name).execute_kwargs
-        what = f"{call.name}.execute"
-        execute = functools.partial(tool.execute, instance_id, dict(call.arguments), **kwargs)
-        result = await self._timed(what, execute)
-        response, reward, metrics = _unpack(result, what)
+        tool = self._runtime.tool(call.name)
+        attempt = await self._with_retries(tool, numbered.call_id, call)
+        duration_s = time.monotonic() - started
+        self._metrics.tool_s += duration_s
         record = ToolCallRecord(
             call_id=numbered.call_id,
             turn=turn,
             name=call.name,
             arguments=call.arguments,
-            outcome=CallOutcome.OK,
-            answer=_text_of(response, what),
-            reward=reward,
-            metrics=metrics,
-            duration_s=time.monotonic() - started,
+            outcome=attempt.outcome,
+            answer=attempt.text,
+            reward=attempt.reward,
+            metrics=attempt.metrics,
+            duration_s=duration_s,
         )
-        return ToolAnswer(record=record, stop=bool(getattr(response, "stop", False)))
+        stop = attempt.outcome is CallOutcome.OK and (attempt.stop or tool.settings.stop_after_call)
+        return ToolAnswer(record=record, stop=stop, error=attempt.error)
 
-    def _refuse(self, numbered: NumberedCall, turn: int, outcome: CallOutcome, text: str) -> ToolAnswer:
-        call = numbered.call
-        arguments = call.arguments if isinstance(call, ParsedCall) else None
-        record = ToolCallRecord(
-            call_id=numbered.call_id, turn=turn, name=call.name, arguments=arguments, outcome=outcome, answer=text
-        )
-        return ToolAnswer(record=record)
+    async def _with_retries(self, tool: RunningTool, call_id: str, call: ParsedCall) -> _Attempt:
+        attempt = await self._attempt(tool, call_id, call, 0)
+        for number in range(1, tool.settings.retries + 1):
+            if attempt.outcome not in _RETRIED:
+                break
+            self._metrics.tool_retries += 1
+            await asyncio.sleep(random.uniform(0, tool.settings.retry_backoff_s * 2 ** (number - 1)))
+            attempt = await self._attempt(tool, call_id, call, number)
+        return attempt
 
-    # Lifecycle
-
-    async def _instance(self, name: str) -> str:
-        # Two calls of one turn may need the same instance: the second waits for the first one's `create`.
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            if name not in self._instances:
-                tool, row = self._tool(name), self._kwargs(name)
-                kwargs = _fitting(tool.create, row.create_kwargs)
-                what = f"{name}.create"
-                created = await self._timed(what, functools.partial(tool.create, self._spec.request_id, **kwargs))
-                instance_id = created[0] if isinstance(created, tuple) else created
-                if not isinstance(instance_id, str):
-                    raise ToolContractError(f"{what} must return an instance id, got {type(instance_id).__name__}")
-                self._instances[name] = instance_id
-                self._metrics.tool_instances_created += 1
-            return self._instances[name]
-
-    async def _release(self) -> None:
-        """Release every instance, each bounded in time; one that fails is logged and counted, and stops no other."""
-        while self._instances:
-            name, instance_id = self._instances.popitem()
-            kwargs = self._kwargs(name).release_kwargs
-            try:
-                async with asyncio.timeout(self._config.release_timeout_s):
-                    await self._tool(name).release(instance_id, **kwargs)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - cleaning up must not end a conversation
-                self._metrics.release_errors += 1
-                logger.warning("request %s: %s.release failed: %r", self._spec.request_id, name, error)
-            self._metrics.tool_instances_released += 1
-
-    async def _timed(self, what: str, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Await a tool's coroutine under `tool_timeout_s`; whatever it raises leaves as an error asyncio survives."""
-        limit = self._config.tool_timeout_s
+    async def _attempt(self, tool: RunningTool, call_id: str, call: ParsedCall, number: int) -> _Attempt:
+        """One try of a call, when the tool's limits let it begin; `number` is 0 for the first."""
+        per_call = f"{call_id}-{number}" if tool.settings.instance_scope == "call" else None
+        asked = time.monotonic()
         try:
-            async with asyncio.timeout(limit) as clock:
-                return await call()
-        except TimeoutError as error:
-            if clock.expired():
-                raise _ToolTimeout(f"the tool did not answer within {limit:g} seconds") from error
-            raise
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling() == 0:
-                raise ToolContractError(f"{what} raised CancelledError though nobody cancelled it") from error
-            raise
-        except (Exception, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            # SystemExit and its like: a task that raises one takes the whole event loop along.
-            raise ToolContractError(f"{what} raised {type(error).__name__}: {error}") from error
+            async with tool.limiter.slot(None if tool.timeout_s is None else tool.timeout_s + _SLOT_GRACE_S):
+                self._metrics.tool_queue_s += time.monotonic() - asked
+                try:
+                    return await self._in_time(tool, self._run(tool, call_id, per_call, call, number), _answered)
+                finally:
+                    if per_call is not None:
+                        await to_its_end(self._instances.release(tool, per_call))
+        except ToolDiedError as error:  # whoever keeps the limits of the run
+            return _failed(CallOutcome.DIED, error, str(error))
 
-    def _tool(self, name: str) -> Tool:
-        tool = self._registry.get(name)
-        assert tool is not None  # names were checked against the registry
-        return tool
+    async def _run(
+        self, tool: RunningTool, call_id: str, per_call: str | None, call: ParsedCall, number: int
+    ) -> ToolReply:
+        if tool.faults is not None and not self._spec.validate:
+            fault = tool.faults.draw(self._spec.request_id, call_id, number)
+            self._metrics.injected_faults += fault.error or fault.hang
+            await fault.happen()
+        instance = await self._instances.get(tool, per_call)
+        arguments = self._runtime.registry.with_defaults(tool.name, call.arguments)
+        return await tool.host.execute(instance.instance_id, arguments, instance.row.execute_kwargs, self._agent_data)
 
-    def _kwargs(self, name: str) -> ToolKwargs:
-        return self._spec.tools_kwargs.get(name, ToolKwargs())
+    async def _calc_reward(self, instance: Instance) -> CalcReward:
+        asked = instance.tool.host.calc_reward(instance.instance_id, instance.row.calc_reward_kwargs)
+        name = instance.tool.name
+        said = await self._in_time(instance.tool, asked, lambda value: value)
+        if isinstance(said, _Attempt):
+            return CalcReward(name=name, outcome=said.outcome, error=said.error)
+        return CalcReward(name=name, outcome=CallOutcome.OK, value=said)
 
-
-class _ToolTimeout(Exception):  # noqa: N818 - never leaves this module
-    pass
-
-
-def _fitting(create: Callable[..., Any], create_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Row arguments flat, as in PR #1037; and nested too for tools of verl 0.5 and later, which read both."""
-    parameters = inspect.signature(create).parameters
-    fitting = dict(create_kwargs)
-    if "create_kwargs" in parameters:
-        fitting = {key: value for key, value in fitting.items() if key in parameters}
-        fitting["create_kwargs"] = dict(create_kwargs)
-    return fitting
-
-
-def _unpack(result: Any, what: str) -> tuple[Any, float, dict[str, Any]]:
-    """Response, step reward and metrics of whatever `execute` returned. Raises ToolContractError."""
-    if not isinstance(result, tuple):
-        return result, 0.0, {}
-    if not 1 <= len(result) <= 3:
-        raise ToolContractError(f"{what} must return (response, reward, metrics), got {len(result)} values")
-    response = result[0]
-    reward = _number(result[1], what) if len(result) > 1 else 0.0
-    metrics = result[2] if len(result) > 2 else {}
-    if not isinstance(metrics, Mapping):
-        raise ToolContractError(f"{what} must return its metrics as a dict, got {type(metrics).__name__}")
-    kept = plain_json(dict(metrics))
-    return response, reward, kept if isinstance(kept, dict) else {"unreadable": kept}
+    async def _in_time(
+        self, tool: RunningTool, work: Awaitable[Given], then: Callable[[Given], Made]
+    ) -> Made | _Attempt:
+        """Await a tool under its deadline. Whatever it raises is an outcome; only a cancellation from outside leaves."""
+        lost = self._metrics.lost_instances
+        try:
+            async with asyncio.timeout(tool.timeout_s) as clock:
+                return then(await work)
+        except ToolError as error:
+            return _failed(CallOutcome.TOOL_ERROR, error, str(error))
+        except ToolDiedError as error:
+            return _failed(CallOutcome.DIED, error, f"{error}; what it remembered of this conversation is gone")
+        except Exception as error:  # noqa: BLE001 - other people's code raises anything
+            timed_out = isinstance(error, ToolOverdueError) or (isinstance(error, TimeoutError) and clock.expired())
+            if not timed_out:
+                return _failed(CallOutcome.RAISED, error, f"the tool failed ({type(error).__name__})")
+            self._instances.forget_lost(tool)
+            gone = " and was stopped; what it remembered of this conversation is gone"
+            text = f"the tool did not answer within {tool.timeout_s:g} seconds"
+            return _failed(CallOutcome.TIMEOUT, TimeoutError(text), text + gone * (self._metrics.lost_instances > lost))
 
 
-def _text_of(response: Any, what: str) -> str:
-    """Text of a str, our ToolResponse or verl's. Raises ToolContractError for anything else, media included."""
-    if isinstance(response, str):
-        return plain_text(response)
-    if getattr(response, "image", None) or getattr(response, "video", None):
-        raise ToolContractError(f"{what} returned an image or video; only text is supported in this version")
-    text = getattr(response, "text", response)
-    if text is None and (isinstance(response, ToolResponse) or hasattr(response, "text")):
-        return ""
-    if not isinstance(text, str):
-        raise ToolContractError(f"{what} must return text or a ToolResponse, got {type(response).__name__}")
-    return plain_text(text)
+def _answered(reply: ToolReply) -> _Attempt:
+    return _Attempt(
+        outcome=CallOutcome.OK, text=reply.text, reward=reply.reward, metrics=reply.metrics, stop=reply.stop
+    )
 
 
-def _number(value: Any, what: str) -> float:
-    if value is None:
-        return 0.0
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ToolContractError(f"{what} returned {value!r} as a reward; a number is needed") from error
-    if not math.isfinite(number):
-        raise ToolContractError(f"{what} returned {number} as a reward; a finite number is needed")
-    return number
+def _failed(outcome: CallOutcome, error: Exception, text: str) -> _Attempt:
+    return _Attempt(outcome=outcome, text=f"Error: {plain_text(text)[:_ERROR_CHARS]}", error=error)
+
+
+def _refused(numbered: NumberedCall, turn: int, outcome: CallOutcome, text: str) -> ToolAnswer:
+    call = numbered.call
+    arguments = call.arguments if isinstance(call, ParsedCall) else None
+    record = ToolCallRecord(
+        call_id=numbered.call_id, turn=turn, name=call.name, arguments=arguments, outcome=outcome, answer=text
+    )
+    return ToolAnswer(record=record)

@@ -9,7 +9,7 @@
 
 A tool YAML is ours when verl's loader could not load it as meant, or when it says so:
   - it has a `rollout:` key (verl knows none), or
-  - an entry has no `config.type` (verl's loader fails on those), or
+  - an entry has no `config.type` (verl's loader fails on those), or a key that verl's loader does not read, or
   - an entry's class is one of this package, or stands under `verl.tools.` and this verl no longer has it.
 Any other YAML goes through verl's own loader unchanged; `rollout: {}` is enough to make one ours.
 Tools loaded so serve the loop `sglang_multiturn`; verl's own `tool_agent` cannot execute them.
@@ -17,6 +17,7 @@ Tools loaded so serve the loop `sglang_multiturn`; verl's own `tool_agent` canno
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -38,6 +39,8 @@ LOOP_NAME = "sglang_multiturn"
 LOOP_CLASS = "sglang_multiturn.verl_plugin.agent_loop.SglangMultiturnAgentLoop"
 TOOL_REGISTRY_MODULE = "verl.tools.tool_registry"
 AGENT_LOOP_MODULE = "verl.experimental.agent_loop.agent_loop"
+_VERLS_KEYS = frozenset({"class_name", "config", "tool_schema"})
+"""What verl's loader reads of an entry; it passes over any other key without a word."""
 
 
 def patch_tool_loader(tool_registry: ModuleType) -> None:
@@ -47,8 +50,7 @@ def patch_tool_loader(tool_registry: ModuleType) -> None:
     @functools.wraps(original)
     def load_all_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[Any]:
         if tool_config_path is None or not is_ours(tool_config_path):
-            tools: list[Any] = original(tool_config_path, function_tool_path)
-            return tools
+            return NativeTools(original(tool_config_path, function_tool_path), tool_config_path)
         return _load_ours(Path(tool_config_path), original(None, function_tool_path))
 
     tool_registry.load_all_tools = load_all_tools  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ def is_ours(path: str | Path) -> bool:
 
 def _entry_is_ours(entry: Mapping[str, Any]) -> bool:
     config = entry.get("config")
-    if not isinstance(config, Mapping) or "type" not in config:
+    if not isinstance(config, Mapping) or "type" not in config or entry.keys() - _VERLS_KEYS:
         return True
     module = str(entry.get("class_name", "")).rpartition(".")[0]
     if module.partition(".")[0] == LOOP_NAME:
@@ -112,15 +114,37 @@ class SchemaView:
         return self._schema.for_template()
 
 
+class NativeTools(list[Any]):
+    """What verl's own loader returned: the same tools, and beside them the YAML, whose schemas verl's classes cut."""
+
+    def __init__(self, tools: Iterable[Any], path: str | None) -> None:
+        super().__init__(tools)
+        self._path = path
+
+    def schemas(self) -> dict[str, ToolSchema]:
+        """The schemas of the YAML, whole, by name; without those that are none."""
+        from pydantic import ValidationError
+
+        from sglang_multiturn.schemas import ToolSchema
+
+        document = {} if self._path is None else yaml.safe_load(Path(self._path).read_text(encoding="utf-8"))
+        whole = {}
+        for entry in document.get("tools") or []:
+            with contextlib.suppress(ValidationError):
+                schema = ToolSchema.model_validate(entry.get("tool_schema"))
+                whole[schema.name] = schema
+        return whole
+
+
 def _load_ours(path: Path, function_tools: Iterable[Any]) -> LoadedTools:
     from sglang_multiturn.config import ToolsConfig
     from sglang_multiturn.tools.registry import ToolRegistry
 
     config = ToolsConfig.from_yaml(path)
-    registry = ToolRegistry.from_config(config, str(path))
-    configured = [tool for name in registry.names if (tool := registry.get(name)) is not None]
-    functions = [as_tool(tool) for tool in function_tools]
-    return LoadedTools(ToolRegistry([*configured, *functions], f"{path} and function_tool_path"), config)
+    configured = ToolRegistry.from_config(config, str(path))
+    source = f"{path} and function_tool_path"
+    functions = ToolRegistry([as_tool(tool) for tool in function_tools], source)
+    return LoadedTools(ToolRegistry.from_entries([*configured.entries, *functions.entries], source), config)
 
 
 def registry_of(tools: list[Any]) -> ToolRegistry:
@@ -129,7 +153,10 @@ def registry_of(tools: list[Any]) -> ToolRegistry:
 
     if isinstance(tools, LoadedTools):
         return tools.registry
-    return ToolRegistry([as_tool(tool) for tool in tools])
+    whole = tools.schemas() if isinstance(tools, NativeTools) else {}
+    return ToolRegistry(
+        [as_tool(tool) for tool in tools], "verl's tool_config_path and function_tool_path", schemas=whole
+    )
 
 
 def as_tool(tool: Any) -> Tool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
+from sglang_multiturn.config import closest
 from sglang_multiturn.dataset import spec_from_row
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.request import RequestSpec
@@ -23,12 +24,22 @@ class RequestNames:
     def __init__(self) -> None:
         self._process = uuid4().hex[:8]
         self._count = itertools.count()
+        self._unknown_tools: set[str] = set()
 
     def name(self, row: Mapping[str, Any], uid: str) -> str:
         """`uid-s<session>-g<step>`; under V0 the n-th conversation of this process instead."""
         if "session_id" in row:
             return f"{uid}-s{row['session_id']}-g{row.get('global_steps', 0)}"
         return f"{uid}-{self._process}-{next(self._count)}"
+
+    def note_tools(self, named: Iterable[str], known: tuple[str, ...]) -> None:
+        """Say once a worker and name that rows bring arguments for a tool that is not configured."""
+        for name in named:
+            if name not in known and name not in self._unknown_tools:
+                self._unknown_tools.add(name)
+                logger.warning(
+                    "rows bring extra_info.tools_kwargs for %r, which is not configured%s", name, closest(name, known)
+                )
 
 
 def request_spec(
@@ -49,7 +60,7 @@ def request_spec(
     request_id = names.name(row, uid)
     given = {key: plain(row[key]) for key in _ROW_KEYS if key in row}
     given["extra_info"] = _with_known_tools(given.get("extra_info") or {}, known_tools)
-    return spec_from_row(
+    spec = spec_from_row(
         given,
         place=f"request {request_id}",
         request_id=request_id,
@@ -59,6 +70,8 @@ def request_spec(
         sampling=sampling,
         validate=validate,
     )
+    names.note_tools(spec.tools_kwargs, known_tools)
+    return spec
 
 
 def _with_known_tools(extra_info: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:

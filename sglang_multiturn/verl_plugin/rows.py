@@ -13,20 +13,28 @@ sampled is left out. Each carries the whole conversation's reward: V1 takes the 
 row of each session only, and gives that row's advantage to its others (v1/utils.py:158), so that a session counts once
 however many rows it has. What a row cannot hold of the reward in its own step rewards stands on its last token.
 
+Where step rewards count, all rewards of a row are multiples of 2**-20: verl adds them up as float32 numbers, in whatever
+order, and such sums are exact. Else two rollouts of equal reward would differ by rounding, which GRPO divides by a
+deviation of nearly 0, and which the DAPO filter takes for a difference (v1/replay_buffer.py:308).
+
 A dropped trajectory is no row at all (`[]`) where verl pads what is missing, which is the V1 worker (agent_loop_tq.py:156).
 Elsewhere it is one masked row of one token: it trains nothing itself, but its reward of 0 is part of its group's mean.
 """
 
 from __future__ import annotations
 
+import collections
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pydantic import PrivateAttr
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.request import Disposition
+from sglang_multiturn.rewards import RewardParts, reward_parts
 from sglang_multiturn.tokens import NOT_SAMPLED_LOGPROB, TokenLedger
 from sglang_multiturn.trajectory import Trajectory
 
@@ -42,9 +50,14 @@ class RowRules:
     max_prompt_tokens: int
     filler_id: int
     """Stands where a row needs a token and the trajectory has none."""
-    tool_reward_weight: float = 0.0
+    settings: RolloutConfig = field(default_factory=RolloutConfig)
+    """Which step rewards count, and how much."""
     unscored_extra: tuple[str, ...] = ()
     """Further keys of `reward_extra_info` that an unscored row must have (the DAPO filter reads one)."""
+
+
+_REWARD_UNIT = 2.0**-20
+"""Sums of its multiples are exact in float32 while they stay below 16."""
 
 
 class VersionSpan(NamedTuple):
@@ -57,14 +70,19 @@ class VersionSpan(NamedTuple):
 class RowOutput(AgentLoopOutput):
     """A row whose step rewards stand where they were earned (V1; V0 never calls `as_dict` and keeps the sum)."""
 
-    _step_rewards: tuple[tuple[int, float], ...] = PrivateAttr(default=())
+    _step_rewards: tuple[tuple[int, float], ...] | None = PrivateAttr(default=None)
+    """Response positions and what stands there; None where step rewards are off."""
 
     def as_dict(self) -> dict[str, Any]:
         """verl's fields; the last token keeps what is left of the reward, so that the sum stays the reward."""
         fields: dict[str, Any] = super().as_dict()
-        for position, reward in self._step_rewards if "rm_scores" in fields else ():
-            fields["rm_scores"][position] += reward
-            fields["rm_scores"][-1] -= reward
+        if "rm_scores" in fields and self._step_rewards is not None:
+            placed: dict[int, float] = collections.defaultdict(float)
+            for position, reward in self._step_rewards:
+                placed[position] += _in_units(reward)
+            placed[len(fields["rm_scores"]) - 1] += _in_units(self.reward_score or 0.0) - sum(placed.values())
+            for position, reward in placed.items():
+                fields["rm_scores"][position] = reward
         return fields
 
 
@@ -77,20 +95,19 @@ def training_rows(
         ValueError: log-probabilities are wanted and the trajectory has none.
     """
     sampled = [row for row in trajectory.rows if row.num_tokens_to_last_sampled]
-    extra = _reward_extra(trajectory, rules, user_extra=user_extra)
     if not sampled:
         return [masked_row(trajectory, rules, versions=versions, user_extra=user_extra)]
-    return [_training_row(trajectory, row, rules, versions, extra) for row in sampled]
+    return [_training_row(trajectory, row, rules, versions, user_extra=user_extra) for row in sampled]
 
 
 def _training_row(
-    trajectory: Trajectory, ledger: TokenLedger, rules: RowRules, versions: VersionSpan, extra: dict[str, Any]
+    trajectory: Trajectory, ledger: TokenLedger, rules: RowRules, versions: VersionSpan, *, user_extra: bool
 ) -> RowOutput:
     end = ledger.num_tokens_to_last_sampled
     logprobs = ledger.response_logprobs
     if rules.with_logprobs and logprobs is None:
         raise ValueError(f"request {trajectory.request_id}: log-probabilities were asked for and the server sent none")
-    row = _row(
+    return _row(
         trajectory,
         rules,
         prompt_ids=ledger.prompt_ids,
@@ -99,10 +116,9 @@ def _training_row(
         response_logprobs=logprobs[:end] if logprobs is not None else [],
         reward=trajectory.reward or 0.0,
         versions=versions,
-        extra=dict(extra),
+        extra=_reward_extra(trajectory, rules, user_extra=user_extra),
+        step_rewards=_step_rewards(trajectory, ledger, rules),
     )
-    row._step_rewards = _step_rewards(trajectory, ledger, rules)
-    return row
 
 
 def masked_row(trajectory: Trajectory, rules: RowRules, *, versions: VersionSpan, user_extra: bool) -> RowOutput:
@@ -135,9 +151,10 @@ def _row(
     reward: float,
     versions: VersionSpan,
     extra: dict[str, Any],
+    step_rewards: tuple[tuple[int, float], ...] = (),
 ) -> RowOutput:
     metrics = trajectory.metrics
-    return RowOutput(
+    row = RowOutput(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=response_mask,
@@ -156,30 +173,54 @@ def _row(
             "max_global_steps": versions.newest,
             "turn_scores": [],
             "tool_rewards": list(trajectory.rewards.tool_rewards),
+            "calc_rewards": dict(trajectory.rewards.calc_rewards),
             "reward_extra_info": extra,
             "request_id": trajectory.request_id,
             "stop_reason": trajectory.stop_reason.value,
         },
     )
+    if rules.settings.step_rewards != "off":
+        row._step_rewards = step_rewards
+    return row
 
 
 def _reward_extra(trajectory: Trajectory, rules: RowRules, *, user_extra: bool) -> dict[str, Any]:
     """`acc` and `score` as verl's own reward managers name them (reward_manager/naive.py:110), on every row.
 
-    What a reward function returned beside its score joins them under V1, which allows rows to differ; V0 does not.
+    `step_reward` and `calc_reward` join them where those count: their parts of the reward. What a reward function returned
+    beside its score joins them under V1, which allows rows to differ; V0 does not.
     """
     score = trajectory.rewards.score if trajectory.rewards.score is not None else trajectory.reward or 0.0
     extra: dict[str, Any] = dict.fromkeys(rules.unscored_extra, 0.0) if user_extra else {}
     extra |= {"score": score, "acc": score}
+    parts = _parts(trajectory, rules)
+    if rules.settings.step_rewards != "off":
+        extra["step_reward"] = math.fsum(parts.steps)
+    if rules.settings.calc_rewards != "off":
+        extra["calc_reward"] = math.fsum(parts.calc.values())
     return extra | trajectory.rewards.extra if user_extra else extra
 
 
 def _step_rewards(trajectory: Trajectory, row: TokenLedger, rules: RowRules) -> tuple[tuple[int, float], ...]:
     """The step rewards of the row's own turns, with where they stand."""
-    if rules.tool_reward_weight == 0.0:
-        return ()
-    placed = ((row.turn_end(call.turn), call.reward) for call in trajectory.tool_calls)
-    return tuple((end, rules.tool_reward_weight * reward) for end, reward in placed if end is not None and reward)
+    steps = zip(trajectory.tool_calls, _parts(trajectory, rules).steps, strict=False)  # none where it has no reward
+    placed = ((row.turn_end(call.turn), reward) for call, reward in steps if reward)
+    return tuple((end, reward) for end, reward in placed if end is not None)
+
+
+def _parts(trajectory: Trajectory, rules: RowRules) -> RewardParts:
+    """The parts of the trajectory's reward; no calls and no `calc_reward` where it has none."""
+    rewards, scored = trajectory.rewards, trajectory.reward is not None
+    return reward_parts(
+        rules.settings,
+        score=rewards.score,
+        calls=trajectory.tool_calls if scored else (),
+        calc_rewards=rewards.calc_rewards if scored else {},
+    )
+
+
+def _in_units(reward: float) -> float:
+    return round(reward / _REWARD_UNIT) * _REWARD_UNIT
 
 
 def version_span(versions: Sequence[int | None], unknown: int) -> VersionSpan:

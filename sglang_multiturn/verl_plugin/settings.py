@@ -20,6 +20,7 @@ from verl.workers.config.rollout import MultiTurnConfig
 
 from sglang_multiturn.config import RENAMED, RolloutConfig, validate_config
 from sglang_multiturn.errors import ConfigError
+from sglang_multiturn.tools.registry import ToolRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,29 @@ def refuse_unsupported(rollout: Any) -> None:
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=true: the experts a rollout used are not recorded "
             "by this loop; set it to false"
         )
+
+
+def refuse_leaking_faults(config: Any, tools: ToolRegistry) -> None:
+    """Raises ConfigError where a tool's injected faults would reach validation too.
+
+    verl does not tell a loop what a conversation is for; how it is sampled does, unless validation samples as training.
+    """
+    faulty = [entry for entry in tools.entries if entry.settings.faults is not None]
+    rollout, trainer = config.actor_rollout_ref.rollout, config.get("trainer") or {}
+    validates = trainer.get("test_freq", -1) > 0 or trainer.get("val_before_train", True)
+    if not faulty or not validates or sampling_keys(rollout.val_kwargs) != sampling_keys(rollout):
+        return
+    entry = faulty[0]
+    raise ConfigError(
+        f"{entry.place or 'tools'}: faults of tool {entry.name!r} would leak into validation, which samples exactly as "
+        "training does (temperature, top_p, top_k) and cannot be told from it: give actor_rollout_ref.rollout.val_kwargs "
+        "values of its own, or turn validation off (trainer.val_before_train=false trainer.test_freq=-1), or leave faults out"
+    )
+
+
+def sampling_keys(given: Any) -> tuple[float, float, int]:
+    """What training and validation may sample differently by: temperature, top_p, top_k."""
+    return float(given["temperature"]), float(given["top_p"]), int(given["top_k"])
 
 
 def from_multi_turn(multi_turn: Any) -> dict[str, Any]:

@@ -18,18 +18,26 @@ from uuid import uuid4
 
 from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.chat.parsers import make_parser
+from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.errors import ConfigError, DataError, SglangMultiturnError
+from sglang_multiturn.failures import FailureLog
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.request import Disposition, ErrorRecord, RequestSpec, RequestState, StopReason
-from sglang_multiturn.rewards import RewardFn
+from sglang_multiturn.rewards import RewardFn, counts_tools
 from sglang_multiturn.rollout import RolloutContext, run_one
+from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.trajectory import Trajectory
 from sglang_multiturn.verl_plugin.compat import LoadedTools, registry_of
 from sglang_multiturn.verl_plugin.generator import VerlGenerator
 from sglang_multiturn.verl_plugin.requests import RequestNames, plain, request_spec
 from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, masked_row, training_rows, version_span
-from sglang_multiturn.verl_plugin.settings import CONTEXT_RESERVE_TOKENS, merge_settings
+from sglang_multiturn.verl_plugin.settings import (
+    CONTEXT_RESERVE_TOKENS,
+    merge_settings,
+    refuse_leaking_faults,
+    sampling_keys,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,31 +83,34 @@ class WorkerContext:
         )
         template = chat_template(config, tokenizer)
         reward_fn = reward_function(config)
+        registry = registry_of(tools)
+        refuse_leaking_faults(config, registry)
         self.rollout = RolloutContext(
             generator=self.generator,
             template=template,
-            tools=registry_of(tools),
+            tools=registry,
+            tool_runtime=ToolRuntime(registry, self.settings, run_id=_run_id()),
             parser=make_parser(self.settings.tool_parser, template),
             config=self.settings,
             max_model_len=max_model_len(config),
             reward_fn=reward_fn,
         )
-        weighted = self.settings.calc_reward_weight != 0.0 or self.settings.tool_reward_weight != 0.0
         self.rules = RowRules(
-            scored_here=reward_fn is not None or weighted,
+            scored_here=scores_here(config, self.settings, reward_fn),
             with_logprobs=bool(rollout.calculate_log_probs),
             max_prompt_tokens=int(rollout.prompt_length),
             filler_id=template.stop_token_ids[0],
-            tool_reward_weight=self.settings.tool_reward_weight,
+            settings=self.settings,
             unscored_extra=_filter_metric(config),
         )
         self._names = RequestNames()
-        self._val_sampling = _sampling_keys(rollout.val_kwargs)
-        self._train_sampling = _sampling_keys(rollout)
+        self._val_sampling = sampling_keys(rollout.val_kwargs)
+        self._train_sampling = sampling_keys(rollout)
         self._groups = GroupCount(int(rollout.n)) if _filters_groups(config) else None
         self._journal = _journal(self.settings.journal_dir)
         self.dropped: Counter[str] = Counter()
         self.masked: Counter[str] = Counter()
+        self.failures = FailureLog()
 
     async def run(self, sampling_params: Mapping[str, Any], row: Mapping[str, Any]) -> list[RowOutput] | RowOutput:
         """One conversation of verl's, as rows: a list for the V1 worker, exactly one for any other."""
@@ -121,6 +132,7 @@ class WorkerContext:
             logger.error("%s", error)
             trajectory = failed_row(row, error)
         self._write(trajectory)
+        self._say_what_failed(trajectory)
         rows = self._rows(trajectory, takes_rows=takes_rows, step=int(row.get("global_steps", 1)))
         return rows if takes_rows else rows[0]
 
@@ -159,12 +171,19 @@ class WorkerContext:
     @staticmethod
     def _count(counter: Counter[str], reason: str, what: str) -> None:
         counter[reason] += 1
-        if (count := counter[reason]) & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... of a kind
+        if _is_told(count := counter[reason]):
             logger.warning("%d trajectories ended as %s in this worker; %s", count, reason, what)
+
+    def _say_what_failed(self, trajectory: Trajectory) -> None:
+        for failure, count in self.failures.add(trajectory):
+            if count == 1:
+                logger.warning("the first %s in this worker: %s", failure.kind, failure)
+            elif _is_told(count):
+                logger.warning("%d times %s in this worker by now", count, failure.kind)
 
     def _is_validation(self, sampling_params: Mapping[str, Any]) -> bool:
         """verl does not tell a loop; what it samples with does, unless validation samples as training does."""
-        given = _sampling_keys(sampling_params)
+        given = sampling_keys(sampling_params)
         return given == self._val_sampling and given != self._train_sampling
 
     def _write(self, trajectory: Trajectory) -> None:
@@ -254,6 +273,10 @@ def refuse_split(config: Any) -> None:
         )
 
 
+_PLAIN_MANAGER = ("register", "naive")
+"""verl's reward manager that does no more than to call the reward function."""
+
+
 def reward_function(config: Any) -> RewardFn | None:
     """The user's `reward.custom_reward_function`, loaded by verl, where calling it here is all that scoring is.
 
@@ -266,7 +289,7 @@ def reward_function(config: Any) -> RewardFn | None:
     if not (reward.get("custom_reward_function") or {}).get("path"):
         return None
     manager = reward.reward_manager
-    if reward.reward_model.enable or (manager.source, manager.name) != ("register", "naive"):
+    if reward.reward_model.enable or (manager.source, manager.name) != _PLAIN_MANAGER:
         logger.warning(
             "verl scores this run (reward model or reward manager %r): its scorer reads tool answers as the model's words",
             manager.name,
@@ -274,6 +297,26 @@ def reward_function(config: Any) -> RewardFn | None:
         return None
     reward_fn: RewardFn | None = get_custom_reward_fn(config)
     return reward_fn
+
+
+def scores_here(config: Any, settings: RolloutConfig, reward_fn: RewardFn | None) -> bool:
+    """Whether rows leave this package with a reward. verl scores only rows that have none.
+
+    Raises:
+        ConfigError: what tools say is to count, and so is a scorer of verl's that would not be asked.
+    """
+    if reward_fn is not None:
+        return True
+    if not counts_tools(settings):
+        return False
+    reward = config.reward
+    if reward.reward_model.enable or (reward.reward_manager.source, reward.reward_manager.name) != _PLAIN_MANAGER:
+        raise ConfigError(
+            "step_rewards and calc_rewards cannot be added to what verl's reward model or its reward manager "
+            f"{reward.reward_manager.name!r} say; set both to off, or use reward.custom_reward_function with the manager naive"
+        )
+    logger.warning("the reward is step_rewards and calc_rewards alone; reward.custom_reward_function would add a score")
+    return True
 
 
 def max_model_len(config: Any) -> int:
@@ -294,8 +337,9 @@ def max_model_len(config: Any) -> int:
     return int(longest) - CONTEXT_RESERVE_TOKENS
 
 
-def _sampling_keys(given: Any) -> tuple[float, float, int]:
-    return float(given["temperature"]), float(given["top_p"]), int(given["top_k"])
+def _is_told(count: int) -> bool:
+    """Whether this is the 1st, 2nd, 4th, 8th, ... of its kind."""
+    return count & (count - 1) == 0
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
@@ -321,6 +365,13 @@ def _filter_metric(config: Any) -> tuple[str, ...]:
     """The key of `reward_extra_info` the DAPO filter reads on every row; `reward` is no such key."""
     metric = (config.algorithm.get("filter_groups") or {}).get("metric") if _filters_groups(config) else None
     return (str(metric),) if metric and metric != "reward" else ()
+
+
+def _run_id() -> str:
+    """Names the run to all its workers, which share the limits of its tools."""
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id()) if ray.is_initialized() else "run"
 
 
 def _journal(folder: str | None) -> JournalWriter | None:

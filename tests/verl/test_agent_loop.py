@@ -275,6 +275,68 @@ async def test_the_last_session_of_an_empty_group_leaves_a_masked_row_for_the_gr
     assert [len(rows) for rows in one_left] == [1, 0, 0]
 
 
+class PayingTool(BaseTool):
+    """Pays a quarter for every call, and two for the whole."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
+        return "4", 0.25, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 2.0
+
+
+async def test_what_tools_pay_stands_in_verls_rows(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    """0.5 for the call, on the last token of its turn; 2.0 of calc_reward and 1.0 of the score on the last."""
+    path = tool_yaml(tmp_path, step_rewards="sum", step_reward_weight={"calculator": 2.0}, calc_rewards="last")
+    loaded = OmegaConf.load(path)
+    loaded.tools[0].class_name = f"{PayingTool.__module__}.PayingTool"
+    OmegaConf.save(loaded, path)
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = path
+    async with scripted(template, two_turns("The answer is 4.")) as engine:
+        (row,) = await v1_session(RawWorker(config, ScriptedServers(engine)))
+    (line,) = journal(tmp_path)
+    scores = row.as_dict()["rm_scores"].tolist()
+    assert {at: score for at, score in enumerate(scores) if score} == {
+        line.turns[0].sampled_tokens - 1: 0.5,
+        -1 % len(scores): 3.0,
+    }
+    assert (row.reward_score, line.reward) == (3.5, 3.5)
+    assert row.extra_fields["reward_extra_info"] == {"score": 1.0, "acc": 1.0, "step_reward": 0.5, "calc_reward": 2.0}
+
+
+async def test_a_weight_for_a_tool_that_is_not_configured_is_refused_at_the_start(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    path = tool_yaml(tmp_path, step_rewards="sum", step_reward_weight={"calculater": 2.0})
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = path
+    async with scripted(template, two_turns("4")) as engine:
+        with pytest.raises(
+            InstantiationException, match="tool 'calculater' is not configured; did you mean 'calculator'"
+        ):
+            await v1_session(RawWorker(config, ScriptedServers(engine)))
+
+
+async def test_a_worker_shows_the_first_of_each_kind_of_failure_and_counts_the_rest(
+    config: DictConfig, template: HFChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = CALL.replace("calculator", "calc\\nulator")
+
+    def script(generation_id: GenerationId, _: Any) -> str:
+        return unknown if generation_id.turn < 3 else "The answer is 4."
+
+    async with scripted(template, script) as engine:
+        worker = RawWorker(config, ScriptedServers(engine))
+        for session in range(2):
+            await v1_session(worker, session)
+    said = [r.getMessage() for r in caplog.records if r.name == "sglang_multiturn.verl_plugin.worker"]
+    first, *more = [line for line in said if "unknown_tool" in line]
+    assert first.startswith("the first unknown_tool in this worker: request u1-s0-g5, turn 0: calc\\nulator {")
+    assert "there is no tool" in first
+    assert more == ["2 times unknown_tool in this worker by now", "4 times unknown_tool in this worker by now"]
+
+
 @pytest.fixture
 def forgetful_model(tmp_path: Path, tiny_model: Path) -> Path:
     """The tiny model, with a generation prompt that history does not show: what thinking models do with thinking off."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 pytest.importorskip("verl")
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -18,12 +21,25 @@ from sglang_multiturn.engine.base import FinishReason, Generation
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import Disposition, StopReason, final_state
+from sglang_multiturn.rewards import combine
 from sglang_multiturn.tokens import Origin, Segment, TokenLedger
 from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
 from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, VersionSpan, masked_row, training_rows, version_span
-from sglang_multiturn.verl_plugin.worker import refuse_split
+from sglang_multiturn.verl_plugin.worker import refuse_split, scores_here
 
-RULES = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99)
+
+def rules_with(**settings: Any) -> RowRules:
+    return RowRules(
+        scored_here=True,
+        with_logprobs=True,
+        max_prompt_tokens=3,
+        filler_id=99,
+        settings=RolloutConfig(**settings),
+    )
+
+
+RULES = rules_with()
+HALF_STEPS = rules_with(step_rewards="sum", step_reward_weight=0.5)
 PROMPT = [1, 2, 3]
 #                sampled, turn 0    tool         boundary  sampled, turn 1   tool after the last sampled token
 RESPONSE_IDS = [10, 11, 12, 20, 21, 22, 13, 14]
@@ -50,13 +66,13 @@ def two_turn_ledger(*, logprobs: bool = True) -> TokenLedger:
     return ledger
 
 
-def call(turn: int, reward: float) -> ToolCallRecord:
+def call(turn: int, reward: float, name: str = "calculator", outcome: CallOutcome = CallOutcome.OK) -> ToolCallRecord:
     return ToolCallRecord(
         call_id=f"call{turn:02d}000",
         turn=turn,
-        name="calculator",
+        name=name,
         arguments={},
-        outcome=CallOutcome.OK,
+        outcome=outcome,
         answer="4",
         reward=reward,
     )
@@ -79,6 +95,7 @@ def trajectory(
     ledger: TokenLedger | None = None,
     ledgers: list[TokenLedger] | None = None,
     rewards: Rewards | None = None,
+    calls: Sequence[ToolCallRecord] = (call(0, 0.5), call(1, 0.0)),
 ) -> Trajectory:
     disposition = disposition or RolloutConfig().disposition(stop_reason)
     ledgers = ledgers or [ledger if ledger is not None else two_turn_ledger()]
@@ -95,7 +112,7 @@ def trajectory(
         turns=tuple(turn for one in ledgers for turn in one.turns),
         messages=(),
         rewards=rewards or (Rewards() if disposition is Disposition.DROP else scored),
-        tool_calls=(call(0, 0.5), call(1, 0.0)),
+        tool_calls=tuple(calls),
         metrics=RolloutMetrics(assistant_turns=2, tool_turns=2, generate_s=1.5, tool_s=0.25, reward_s=0.125),
     )
 
@@ -156,6 +173,7 @@ def test_what_stands_beside_the_tokens(reason: StopReason) -> None:
         "max_global_steps": 5,
         "turn_scores": [],
         "tool_rewards": [] if reason in DROPPED else [0.5, 0.0],
+        "calc_rewards": {},
         "request_id": "u1-s0-g6",
         "stop_reason": reason.value,
     }
@@ -205,9 +223,8 @@ def test_the_reward_stands_on_the_last_token() -> None:
 
 
 def test_step_rewards_stand_on_the_last_sampled_token_of_their_turn() -> None:
-    rules = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99, tool_reward_weight=0.5)
     scored = Rewards(reward=1.25, score=1.0, tool_rewards=(0.5, 0.0))
-    row = build(trajectory(rewards=scored), rules)
+    row = build(trajectory(rewards=scored), HALF_STEPS)
     assert row.reward_score == 1.25  # what V0 reads: the sum
     assert row.as_dict()["rm_scores"].tolist() == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0]
 
@@ -228,14 +245,121 @@ def test_a_split_conversation_is_a_row_for_each_prompt_that_was_answered() -> No
 
 
 def test_every_row_of_a_split_conversation_has_the_whole_reward_and_its_own_steps() -> None:
-    rules = RowRules(scored_here=True, with_logprobs=True, max_prompt_tokens=3, filler_id=99, tool_reward_weight=0.5)
     whole = trajectory(ledgers=split_ledgers(), rewards=Rewards(reward=1.25, score=1.0, tool_rewards=(0.5, 0.0)))
-    rows = training_rows(whole, rules, versions=VERSIONS, user_extra=True)
+    rows = training_rows(whole, HALF_STEPS, versions=VERSIONS, user_extra=True)
     assert [row.reward_score for row in rows] == [1.25, 1.25]
     assert [row.as_dict()["rm_scores"].tolist() for row in rows] == [
         [0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0],
         [0.0, 1.25],
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls", "expected"),
+    [
+        # The second call of turn 0 is the last that returned; turn 1's timed out.
+        (
+            {"step_rewards": "last"},
+            [call(0, 0.5), call(0, 0.25), call(1, 0.0, outcome=CallOutcome.TIMEOUT)],
+            [0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 1.0],
+        ),
+        ({"step_rewards": "last"}, [call(0, 0.5), call(1, 0.25)], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.25]),
+        (
+            {"step_rewards": "sum", "step_reward_weight": {"calculator": 2.0}},
+            [call(0, 0.5), call(0, 4.0, "search"), call(0, 0.125), call(1, -1.0)],
+            [0.0, 0.0, 1.25, 0.0, 0.0, 0.0, 0.0, -1.0],
+        ),
+        (
+            {"step_rewards": "sum", "calc_rewards": "sum", "calc_reward_weight": 0.5, "score_weight": 4.0},
+            [call(0, 0.5), call(1, 0.0)],
+            [0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 5.0],
+        ),
+        ({"calc_rewards": "last"}, [call(0, 0.5)], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0]),
+    ],
+)
+def test_which_step_rewards_stand_where(
+    settings: dict[str, Any], calls: list[ToolCallRecord], expected: list[float]
+) -> None:
+    """The score is 1.0 and `calc_reward` is 2.0; what is no step reward stands on the last token."""
+    rules = rules_with(**settings)
+    rewards = combined(rules, score=1.0, calls=calls, calc_rewards={"calculator": 2.0})
+    row = build(trajectory(rewards=rewards, calls=calls), rules)
+    assert row.as_dict()["rm_scores"].tolist() == expected
+    assert row.reward_score == sum(expected)
+
+
+def combined(rules: RowRules, *, score: float, calls: Sequence[ToolCallRecord], calc_rewards: Any = None) -> Rewards:
+    given = {"calc_rewards": calc_rewards or {}, "calc_errors": {}, "extra": {}}
+    return combine(rules.settings, score=score, calls=calls, scored=True, **given)
+
+
+some_rewards = st.integers(-1000, 1000).map(lambda thousandths: thousandths / 1000)
+some_calls = st.lists(
+    st.builds(
+        call,
+        st.integers(0, 2),
+        some_rewards,
+        st.sampled_from(["calculator", "search"]),
+        st.sampled_from([CallOutcome.OK, CallOutcome.OK, CallOutcome.TIMEOUT, CallOutcome.SKIPPED]),
+    ),
+    max_size=6,
+).map(lambda calls: sorted(calls, key=lambda one: one.turn))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    calls=some_calls,
+    score=some_rewards,
+    step_rewards=st.sampled_from(["off", "sum", "last"]),
+    weight=some_rewards | st.fixed_dictionaries({}, optional={"calculator": some_rewards, "search": some_rewards}),
+    split=st.booleans(),
+)
+def test_the_rewards_of_every_row_add_up_to_the_reward_whatever_counts(
+    calls: list[ToolCallRecord], score: float, step_rewards: str, weight: Any, split: bool
+) -> None:
+    rules = rules_with(step_rewards=step_rewards, step_reward_weight=weight)
+    rewards = combined(rules, score=score, calls=calls)
+    whole = trajectory(ledgers=split_ledgers() if split else None, rewards=rewards, calls=calls)
+    assert rewards.reward is not None
+    for row in training_rows(whole, rules, versions=VERSIONS, user_extra=True):
+        scores = row.as_dict()["rm_scores"]
+        assert row.reward_score == rewards.reward
+        assert abs(float(scores.double().sum()) - rewards.reward) <= 2.0**-21
+        # Forwards, backwards and as verl adds them up: the very same number, so that equal rewards stay equal.
+        sums = {float(scores.sum()), float(scores.flip(0).cumsum(0)[-1]), float(scores.double().sum())}
+        assert len(sums) == 1
+        ends = {row.response_ids.index(token) for token in (12, 14, 16) if token in row.response_ids}
+        assert {at for at, value in enumerate(scores.tolist()) if value} <= ends
+
+
+@settings(max_examples=200, deadline=None)
+@given(rewards=st.lists(some_rewards, min_size=1, max_size=5), order=st.randoms(use_true_random=False))
+def test_rollouts_of_equal_reward_have_equal_sums_wherever_it_was_earned(rewards: list[float], order: Any) -> None:
+    """Else the group filter would keep such a group, and GRPO would divide by the rounding."""
+    rules = rules_with(step_rewards="sum")
+    shuffled = list(rewards)
+    order.shuffle(shuffled)
+    sums = set()
+    for turn, values in ((0, rewards), (1, rewards), (0, shuffled)):
+        calls = [call(turn, value) for value in values]
+        one = trajectory(rewards=combined(rules, score=0.1, calls=calls), calls=calls)
+        sums.add(float(build(one, rules).as_dict()["rm_scores"].sum()))
+    assert len(sums) == 1
+
+
+def test_what_counts_is_told_part_by_part_on_every_row_and_under_v0_too() -> None:
+    rules = rules_with(step_rewards="sum", step_reward_weight=0.5, calc_rewards="sum", score_weight=2.0)
+    calls = [call(0, 0.5), call(1, 0.25)]
+    rewards = combined(rules, score=1.0, calls=calls, calc_rewards={"calculator": 2.0, "search": 1.0})
+    for user_extra in (True, False):
+        kept = build(trajectory(rewards=rewards, calls=calls), rules, user_extra=user_extra).extra_fields
+        assert kept["reward_extra_info"] == {"score": 1.0, "acc": 1.0, "step_reward": 0.375, "calc_reward": 3.0}
+        assert kept["tool_rewards"] == [0.5, 0.25]
+        assert kept["calc_rewards"] == {"calculator": 2.0, "search": 1.0}
+        dropped = build(trajectory(StopReason.ERROR, calls=calls), rules, user_extra=user_extra).extra_fields
+        assert dropped["reward_extra_info"] == {"score": 0.0, "acc": 0.0, "step_reward": 0.0, "calc_reward": 0.0}
+    columns = list_of_dict_to_tensordict([build(trajectory(rewards=rewards, calls=calls), rules).as_dict()])
+    assert columns["extra_fields"][0]["calc_rewards"] == {"calculator": 2.0, "search": 1.0}
 
 
 def test_verl_counts_a_session_once_however_many_rows_it_has() -> None:
@@ -280,6 +404,30 @@ def test_a_split_is_refused_without_the_v1_trainer_and_fine_with_it(estimator: s
     for config in ({"trainer": {"use_v1": False}, "algorithm": algorithm}, {"algorithm": algorithm}):
         with pytest.raises(ConfigError, match=r"set trainer\.use_v1=true"):
             refuse_split(OmegaConf.create(config))
+
+
+def rewarded_by(manager: str = "naive", *, reward_model: bool = False) -> Any:
+    return OmegaConf.create(
+        {
+            "reward": {
+                "reward_model": {"enable": reward_model},
+                "reward_manager": {"source": "register", "name": manager},
+            }
+        }
+    )
+
+
+def test_rows_have_a_reward_when_a_function_or_tools_give_one() -> None:
+    off, steps, calc = RolloutConfig(), RolloutConfig(step_rewards="sum"), RolloutConfig(calc_rewards="last")
+    assert scores_here(rewarded_by(), off, lambda **_: 1.0)
+    assert [scores_here(rewarded_by(), settings, None) for settings in (off, steps, calc)] == [False, True, True]
+    assert not scores_here(rewarded_by("dapo", reward_model=True), off, None)
+
+
+@pytest.mark.parametrize("config", [rewarded_by("dapo"), rewarded_by(reward_model=True)], ids=["manager", "model"])
+def test_tools_rewards_are_refused_where_verl_would_leave_its_own_scorer_out(config: Any) -> None:
+    with pytest.raises(ConfigError, match="step_rewards and calc_rewards cannot be added to what verl's reward model"):
+        scores_here(config, RolloutConfig(calc_rewards="sum"), None)
 
 
 def test_what_a_reward_function_adds_is_there_under_v1_and_not_under_v0() -> None:

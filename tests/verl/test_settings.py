@@ -10,9 +10,12 @@ pytest.importorskip("verl")
 
 from omegaconf import DictConfig, OmegaConf
 
-from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.config import FaultConfig, RolloutConfig, ToolSettings
 from sglang_multiturn.errors import ConfigError
-from sglang_multiturn.verl_plugin.settings import merge_settings
+from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.verl_plugin.settings import merge_settings, refuse_leaking_faults
+
+from support import RecordingTool
 
 MULTI_TURN_DEFAULTS = {
     "max_assistant_turns": None,
@@ -82,3 +85,25 @@ def test_routing_replay_is_refused() -> None:
     config.enable_rollout_routing_replay = True
     with pytest.raises(ConfigError, match="enable_rollout_routing_replay"):
         merge_settings(config, None, {})
+
+
+def faulty_tools() -> ToolRegistry:
+    return ToolRegistry([RecordingTool()], settings={"echo": ToolSettings(faults=FaultConfig(error_rate=0.1))})
+
+
+def launch(*, temperature: float, **trainer: Any) -> DictConfig:
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    rollout = {**sampling, "val_kwargs": {**sampling, "temperature": temperature}}
+    return OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "trainer": trainer})
+
+
+@pytest.mark.parametrize("trainer", [{"val_before_train": True}, {"val_before_train": False, "test_freq": 5}, {}])
+def test_injected_faults_are_refused_where_they_would_leak_into_validation(trainer: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="faults of tool 'echo' would leak into validation, which samples exactly as"):
+        refuse_leaking_faults(launch(temperature=1.0, **trainer), faulty_tools())
+
+
+def test_injected_faults_are_let_be_where_validation_can_be_told_or_there_is_none() -> None:
+    refuse_leaking_faults(launch(temperature=0.0), faulty_tools())
+    refuse_leaking_faults(launch(temperature=1.0, val_before_train=False, test_freq=-1), faulty_tools())
+    refuse_leaking_faults(launch(temperature=1.0), ToolRegistry([RecordingTool()]))

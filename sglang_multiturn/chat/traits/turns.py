@@ -71,8 +71,9 @@ def swallowed(probe: Probe) -> Found:
     """White space beside control tokens that take it to themselves."""
     text = probe.show(user, answer, more).text
     for token in probe.template.encoder.controls.values():
-        for strips, pattern in ((token.strips_right, r"{}\s+"), (token.strips_left, r"\s+{}")):
-            if strips and (found := re.search(pattern.format(re.escape(token.text)), text)):
+        spelt = re.escape(token.text)
+        for strips, pattern in ((token.strips_right, rf"{spelt}\s+"), (token.strips_left, rf"\s+{spelt}")):
+            if strips and (found := re.search(pattern, text)):
                 yield TraitKind.WHITE_SPACE_SWALLOWED, f"{quote(found.group())} becomes the one token {token.text!r}"
                 return
 

@@ -1,0 +1,137 @@
+"""What every host of a tool promises, wherever the tool runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from tools.scheduled_tool import ScheduledTool
+
+from sglang_multiturn.config import ToolSettings
+from sglang_multiturn.errors import ToolContractError, ToolError, ToolRaisedError
+from sglang_multiturn.tools.host import HostLeaks, ToolHost, ToolReply
+from sglang_multiturn.tools.local_hosts import AsyncHost, ThreadHost
+from sglang_multiturn.tools.process.host import ProcessHost
+
+CONFIG = {"name": "scheduled", "slow_s": 0.01}
+NOTHING_HELD = HostLeaks()
+
+
+def async_host() -> ToolHost:
+    return AsyncHost(ScheduledTool(CONFIG))
+
+
+def thread_host() -> ToolHost:
+    return ThreadHost(ScheduledTool(CONFIG))
+
+
+def process_host() -> ToolHost:
+    tool = ScheduledTool(CONFIG)
+    return ProcessHost(
+        name="scheduled",
+        class_path="tools.scheduled_tool.ScheduledTool",
+        config=CONFIG,
+        tool_schema=tool.tool_schema,
+        settings=ToolSettings(execution="process"),
+    )
+
+
+every_host = pytest.mark.parametrize("make", [async_host, thread_host, process_host])
+
+
+@asynccontextmanager
+async def opened(make: Callable[[], ToolHost]) -> AsyncIterator[ToolHost]:
+    """A host that holds nothing any more when the test is done with it."""
+    host = make()
+    try:
+        async with asyncio.timeout(60):
+            yield host
+            assert host.leaks() == NOTHING_HELD
+    finally:
+        await host.aclose()
+
+
+@every_host
+async def test_an_instance_is_made_used_judged_and_released(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        assert made.startswith("r1#")
+        assert host.is_alive(made)
+        assert host.leaks().live_instances == 1
+        assert await host.execute(made, {}, {}) == ToolReply(text="done", reward=1.0, metrics={})
+        assert await host.calc_reward(made, {}) == 0.5
+        await host.release(made, {})
+        assert not host.is_alive(made)
+
+
+@every_host
+async def test_a_tool_error_keeps_its_words_and_the_instance(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        with pytest.raises(ToolError, match=r"^not today$"):
+            await host.execute(made, {"behave": "tool_error"}, {})
+        assert (await host.execute(made, {}, {})).text == "done"
+        await host.release(made, {})
+
+
+@every_host
+async def test_what_a_tool_raises_otherwise_says_what_and_where(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        with pytest.raises((ValueError, ToolRaisedError), match="a bug of the tool's"):
+            await host.execute(made, {"behave": "raises"}, {})
+        await host.release(made, {})
+
+
+@every_host
+@pytest.mark.parametrize("behave", ["exits", "cancels_itself", "returns_rubbish"])
+async def test_a_broken_contract_is_said_so(make: Callable[[], ToolHost], behave: str) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        with pytest.raises(ToolContractError, match=r"scheduled\.execute"):
+            await host.execute(made, {"behave": behave}, {})
+        assert (await host.execute(made, {}, {})).text == "done"
+        await host.release(made, {})
+
+
+@every_host
+async def test_a_create_that_fails_leaves_nothing(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        with pytest.raises(ToolError, match="not today"):
+            await host.create("r1", {"behave": "tool_error"})
+        with pytest.raises(ToolContractError, match=r"scheduled\.create"):
+            await host.create("r1", {"behave": "returns_rubbish"})
+
+
+@every_host
+async def test_a_release_that_fails_releases_all_the_same(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        with pytest.raises((ValueError, ToolRaisedError), match="a bug of the tool's"):
+            await host.release(made, {"behave": "raises"})
+        assert not host.is_alive(made)
+
+
+@every_host
+async def test_a_cancelled_call_ends_and_other_instances_go_on(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        hung, well = await host.create("r1", {}), await host.create("r2", {})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await host.execute(hung, {"behave": "hangs"}, {})
+        assert (await host.execute(well, {}, {})).text == "done"
+        if host.is_alive(hung):
+            await host.release(hung, {})
+        await host.release(well, {})
+
+
+@every_host
+async def test_calls_of_one_instance_may_overlap(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(host.execute(made, {"behave": "slow"}, {})) for _ in range(4)]
+        assert [task.result().text for task in calls] == ["done"] * 4
+        await host.release(made, {})
