@@ -105,4 +105,4 @@ def plain_json(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else str(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -73,7 +73,7 @@ async def test_the_first_of_each_kind_is_kept_and_all_are_counted() -> None:
             "turn": 0,
             "tool": "echo",
             "arguments": "{}",
-            "answer": "Error: the tool failed (RuntimeError)",
+            "answer": "Error: the tool failed",
         },
         "error:RuntimeError": {"count": 1, "request_id": "r", "answer": "boom"},
         "tool_error": {

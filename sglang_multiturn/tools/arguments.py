@@ -49,8 +49,10 @@ class ArgumentRules:
             self._validator: Validator = _bounded(validator_class)(self._parameters, registry=Registry())
             root = Resource.from_contents(self._parameters, default_specification=DRAFT202012)
             self._resolver = Registry().resolver_with_root(root)
-            for reference in _references(self._parameters):
+            for reference in _texts(self._parameters, "$ref", "$dynamicRef"):
                 self._refuse_outside(reference, said)
+            for pattern in _texts(self._parameters, "pattern"):
+                regex.compile(pattern)
             list(itertools.islice(self._validator.iter_errors({}), _MOST_ERRORS))
         except ConfigError:
             raise
@@ -120,17 +122,17 @@ class ArgumentRules:
             yield from self._parts(part, hops + 1)
 
 
-def _references(schema: Any) -> Iterator[str]:
-    """Every `$ref` in a schema. A property may be called `$ref`: then it holds a schema, no text."""
+def _texts(schema: Any, *keywords: str) -> Iterator[str]:
+    """What some keywords say anywhere in a schema. A property may be called like one: then it holds a schema, no text."""
     if isinstance(schema, Mapping):
         for key, value in schema.items():
-            if key in ("$ref", "$dynamicRef") and isinstance(value, str):
+            if key in keywords and isinstance(value, str):
                 yield value
             elif key not in ("const", "enum", "default", "examples"):
-                yield from _references(value)
+                yield from _texts(value, *keywords)
     elif isinstance(schema, list):
         for item in schema:
-            yield from _references(item)
+            yield from _texts(item, *keywords)
 
 
 # Keywords that match patterns

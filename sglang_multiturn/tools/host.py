@@ -48,6 +48,14 @@ class ToolHost(Protocol):
     `kwargs` are the row's own arguments for that method; how they are passed is the tool's signature's business.
     """
 
+    async def start(self) -> None:
+        """Make ready what all instances share, bounded by the host itself; nothing when that has been done.
+
+        Raises:
+            ConfigError: the tool's class cannot be made where it runs.
+        """
+        ...
+
     async def create(self, instance_id: str, kwargs: Mapping[str, Any]) -> str:
         """Make an instance; returns the id the tool chose, which the other methods take."""
         ...

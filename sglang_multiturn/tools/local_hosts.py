@@ -43,6 +43,9 @@ class _LocalHost:
         self._instances: set[str] = set()
         self._left_behind: set[object] = set()
 
+    async def start(self) -> None:
+        """The tool was made with the registry."""
+
     async def create(self, instance_id: str, kwargs: Mapping[str, Any]) -> str:
         named = create_args(self._tool.create, instance_id)
         created = await self._call("create", kwargs, *named, late=self._release_late)

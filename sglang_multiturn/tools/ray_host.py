@@ -24,7 +24,7 @@ from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
 from sglang_multiturn.tools.ray_actors import Tie, is_ray_running, shared_actor
-from sglang_multiturn.tools.ray_node import Answer, RemoteTool, ToolNode
+from sglang_multiturn.tools.ray_node import Answer, NodeVerb, RemoteTool, ToolNode
 from sglang_multiturn.tools.signatures import Verb
 
 __all__ = ["RayHost", "check_ray_options"]
@@ -61,29 +61,37 @@ class RayHost:
         )
         self._actor_name = f"tool-{run_id}-{name}-{self._tool.digest()}"
         self._tie: Tie | None = None
+        self._is_started = False
         self._live: set[str] = set()
         self._leaks = HostLeaks()
         self._heard = 0
         """The number of the answer that `_leaks` came with."""
         check_ray_options(name, settings.ray_options)
 
+    async def start(self) -> None:
+        """Make the actor, and the tool in it, unless both are there."""
+        if self._tie is None or not self._is_started:
+            await self._begin("start", "")
+            self._is_started = True
+
     async def create(self, instance_id: str, kwargs: Mapping[str, Any]) -> str:
         """Make the instance; and the actor, if there is none or it died."""
+        made = await self._begin("create", instance_id, dict(kwargs))
+        assert isinstance(made, str)
+        return made
+
+    async def _begin(self, verb: NodeVerb, instance_id: str, *args: Any) -> Any:
+        """A call that needs no instance, so that another actor can do it if this one died."""
         from ray.exceptions import RayActorError
 
         for pause_s in _PAUSES_S:
             try:
                 tie = self._tie = self._tie or self._connect()
-                answer = await self._ask(tie, "create", instance_id, dict(kwargs))
-                break
+                return _value(await self._ask(tie, verb, instance_id, *args))
             except (RayActorError, ValueError) as error:  # ValueError: its name went between two looks at it
                 failure = self._died(error)
                 await asyncio.sleep(pause_s)
-        else:
-            raise failure
-        made = _value(answer)
-        assert isinstance(made, str)
-        return made
+        raise failure
 
     async def execute(
         self,
@@ -143,7 +151,7 @@ class RayHost:
         except RayActorError as error:
             raise self._died(error) from error
 
-    async def _ask(self, tie: Tie, verb: Verb, instance_id: str, *args: Any) -> Answer:
+    async def _ask(self, tie: Tie, verb: NodeVerb, instance_id: str, *args: Any) -> Answer:
         from ray.exceptions import RayActorError
 
         call_id = uuid4().hex
@@ -198,7 +206,7 @@ class RayHost:
             tie.cut()
 
     def _forget_all(self) -> None:
-        self._tie, self._leaks, self._heard = None, HostLeaks(), 0
+        self._tie, self._is_started, self._leaks, self._heard = None, False, HostLeaks(), 0
         self._live.clear()
 
 

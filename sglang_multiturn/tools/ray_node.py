@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.errors import SglangMultiturnError, ToolDiedError, ToolRaisedError
@@ -23,7 +23,9 @@ from sglang_multiturn.tools.process.host import ProcessHost
 from sglang_multiturn.tools.ray_actors import SharedActor
 from sglang_multiturn.tools.signatures import Verb
 
-__all__ = ["Answer", "RemoteTool", "ToolNode"]
+__all__ = ["Answer", "NodeVerb", "RemoteTool", "ToolNode"]
+
+NodeVerb = Verb | Literal["start"]
 
 _LATE_RELEASE_S = 4.0
 """For an instance that was made when its caller had already gone."""
@@ -74,7 +76,7 @@ class ToolNode(SharedActor):
         """By worker: instances, and the call that made each."""
         self._numbers = count(1)
 
-    async def call(self, client: str, call_id: str, verb: Verb, instance_id: str, *args: Any) -> Answer:
+    async def call(self, client: str, call_id: str, verb: NodeVerb, instance_id: str, *args: Any) -> Answer:
         """Pass one call on to that worker's host."""
         if client in self.gone:
             error = ToolDiedError(f"tool {self._tool.name!r}: this worker has left its Ray node")
@@ -144,7 +146,9 @@ class ToolNode(SharedActor):
         )
 
 
-async def _forward(host: ToolHost, verb: Verb, instance_id: str, *args: Any) -> Any:
+async def _forward(host: ToolHost, verb: NodeVerb, instance_id: str, *args: Any) -> Any:
+    if verb == "start":
+        return await host.start()
     if verb == "execute":
         parameters, kwargs, sent = args
         agent_data = None if sent is None else AgentData.from_json(sent, {})

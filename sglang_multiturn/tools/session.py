@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from sglang_multiturn.chat.parsing import BrokenCall, ParsedCall
 from sglang_multiturn.config import RolloutConfig, closest
-from sglang_multiturn.errors import CallFailedError, ToolDiedError, ToolError
+from sglang_multiturn.errors import CallFailedError, ConfigError, ToolDiedError, ToolError
 from sglang_multiturn.request import AsyncRolloutRequest, ErrorRecord
 from sglang_multiturn.schemas import plain_text
 from sglang_multiturn.tools.agent_data import AgentData
@@ -125,6 +125,7 @@ class ToolSession:
             if name not in self.offered or self._runtime.tool(name).settings.instance_scope == "call":
                 continue
             tool = self._runtime.tool(name)
+            await tool.host.start()
             failed = await self._in_time(tool, self._instances.get(tool), lambda _: None)
             if failed is None:
                 continue
@@ -225,6 +226,7 @@ class ToolSession:
         per_call = f"{call_id}-{number}" if tool.settings.instance_scope == "call" else None
         asked = time.monotonic()
         try:
+            await tool.host.start()  # loading the tool is no part of a call's deadline
             async with tool.limiter.slot(None if tool.timeout_s is None else tool.timeout_s + _SLOT_GRACE_S):
                 self._metrics.tool_queue_s += time.monotonic() - asked
                 try:
@@ -232,8 +234,10 @@ class ToolSession:
                 finally:
                     if per_call is not None:
                         await to_its_end(self._instances.release(tool, per_call))
-        except ToolDiedError as error:  # whoever keeps the limits of the run
+        except ToolDiedError as error:  # whoever keeps the limits of the run, or the tool's processes
             return _failed(CallOutcome.DIED, error, str(error))
+        except ConfigError as error:
+            return _failed(CallOutcome.RAISED, error, "the tool cannot be made")
 
     async def _run(
         self, tool: RunningTool, call_id: str, per_call: str | None, call: ParsedCall, number: int
@@ -269,7 +273,7 @@ class ToolSession:
         except Exception as error:  # noqa: BLE001 - other people's code raises anything
             timed_out = isinstance(error, ToolOverdueError) or (isinstance(error, TimeoutError) and clock.expired())
             if not timed_out:
-                return _failed(CallOutcome.RAISED, error, f"the tool failed ({type(error).__name__})")
+                return _failed(CallOutcome.RAISED, error, "the tool failed")
             self._instances.forget_lost(tool)
             gone = " and was stopped; what it remembered of this conversation is gone"
             text = f"the tool did not answer within {tool.timeout_s:g} seconds"

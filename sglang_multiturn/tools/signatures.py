@@ -27,7 +27,7 @@ from typing import Any, Literal
 from sglang_multiturn.config import closest
 from sglang_multiturn.errors import ToolContractError
 
-__all__ = ["Verb", "call_kwargs", "create_args"]
+__all__ = ["Verb", "call_kwargs", "create_args", "takes_agent_data"]
 
 Verb = Literal["create", "execute", "calc_reward", "release"]
 
@@ -91,6 +91,12 @@ def call_kwargs(
             f"{', '.join(map(repr, row_kwargs)) or 'nothing'}. It is {signature.shown}"
         )
     return given
+
+
+def takes_agent_data(execute: Callable[..., Any]) -> bool:
+    """Whether a tool's `execute` wants to be shown the conversation."""
+    signature = _signature_of(execute, "execute")
+    return _AGENT_DATA in signature.names or (signature.is_open and _AGENT_DATA in signature.said)
 
 
 def create_args(create: Callable[..., Any], instance_id: str) -> tuple[str, ...]:

@@ -27,6 +27,9 @@ from sglang_multiturn import BaseTool, ToolError
 from sglang_multiturn.schemas import FunctionSchema, ToolSchema
 
 FOREVER_S = 3600.0
+RUN_MARK = "SGLANG_MULTITURN_TEST_RUN"
+SLEEP = ("sleep", os.environ.get(RUN_MARK, "3600"))
+"""A process for an hour, known by its argument: no other run of the tests has the same."""
 HUGE_CHARS = 100_000_000
 _MIB = 1024 * 1024
 
@@ -112,7 +115,7 @@ class LoadedTool(HostileTool):
     def __init__(self, config: dict[str, Any], tool_schema: ToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self.index = _touched(config["index_mb"])
-        self.server = subprocess.Popen(["sleep", str(FOREVER_S)])
+        self.server = subprocess.Popen(SLEEP)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         if parameters.get("act") == "overwrite":
@@ -216,7 +219,7 @@ async def fork_endlessly() -> None:
 
 async def spawn_endlessly() -> None:
     while True:
-        subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True, env={})
+        subprocess.Popen(SLEEP, start_new_session=True, env={})
 
 
 async def allocate_endlessly() -> None:
@@ -444,4 +447,4 @@ def _sleep_without_signals() -> None:
 
 
 def _become_sleep() -> None:
-    os.execvp("sleep", ["sleep", str(FOREVER_S)])
+    os.execvp("sleep", SLEEP)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import psutil
+from tools.hostile import RUN_MARK
 
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.tools.host import HostLeaks
@@ -21,8 +22,8 @@ from sglang_multiturn.tools.process.host import ProcessHost
 PATIENCE_S = 30.0
 """Whatever does not hang comes within this time, on a busy machine too."""
 NOTHING_HELD = HostLeaks()
-RUN_MARK = "SGLANG_MULTITURN_TEST_RUN"
-os.environ[RUN_MARK] = uuid4().hex  # which every process inherits that these tests start
+os.environ[RUN_MARK] = f"3600.{secrets.randbelow(10**9):09d}"
+"""Every process that these tests start inherits it; one that starts without environment has it as an argument."""
 
 
 def make_host(
@@ -30,7 +31,7 @@ def make_host(
 ) -> ProcessHost:
     return ProcessHost(
         name="hostile",
-        class_path=f"hostile.{tool}",
+        class_path=f"tools.hostile.{tool}",
         config=config or {},
         tool_schema=None,
         settings=ToolSettings(execution="process", **settings),
@@ -70,12 +71,13 @@ def resources() -> dict[str, Any]:
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Living processes but this one that have this environment variable."""
+    """Living processes but this one that have this environment variable, or its value as an argument."""
     entry = f"{variable}={value}".encode()
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
             environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if entry in environment and process.pid != os.getpid():
+            arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            if process.pid != os.getpid() and (entry in environment or value.encode() in arguments):
                 found.append(process)
     return found

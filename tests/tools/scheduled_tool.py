@@ -69,7 +69,9 @@ class ScheduledTool(BaseTool):
         return await self._do("create", made, kwargs.get("behave"), made)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        return await self._do("execute", instance_id, parameters.get("behave"), ("done", 1.0, {}))
+        seen = kwargs.get("agent_data")
+        answer = "done" if seen is None else f"done after {len(seen.messages)} messages"
+        return await self._do("execute", instance_id, parameters.get("behave"), (answer, 1.0, {}))
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         return await self._do("calc_reward", instance_id, kwargs.get("behave"), 0.5)

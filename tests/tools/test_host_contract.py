@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from tools.scheduled_tool import ScheduledTool
 
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.errors import ToolContractError, ToolError, ToolRaisedError
+from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolHost, ToolReply
 from sglang_multiturn.tools.local_hosts import AsyncHost, ThreadHost
 from sglang_multiturn.tools.process.host import ProcessHost
+from sglang_multiturn.tools.ray_host import RayHost
 
 CONFIG = {"name": "scheduled", "slow_s": 0.01}
 NOTHING_HELD = HostLeaks()
+ELSEWHERE: dict[str, Any] = {
+    "name": "scheduled",
+    "class_path": "tools.scheduled_tool.ScheduledTool",
+    "config": CONFIG,
+    "tool_schema": ScheduledTool(CONFIG).tool_schema,
+    "settings": ToolSettings(execution="process"),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_job")]
 
 
 def async_host() -> ToolHost:
@@ -28,17 +40,14 @@ def thread_host() -> ToolHost:
 
 
 def process_host() -> ToolHost:
-    tool = ScheduledTool(CONFIG)
-    return ProcessHost(
-        name="scheduled",
-        class_path="tools.scheduled_tool.ScheduledTool",
-        config=CONFIG,
-        tool_schema=tool.tool_schema,
-        settings=ToolSettings(execution="process"),
-    )
+    return ProcessHost(**ELSEWHERE)
 
 
-every_host = pytest.mark.parametrize("make", [async_host, thread_host, process_host])
+def ray_host() -> ToolHost:
+    return RayHost(run_id="contract", **ELSEWHERE)
+
+
+every_host = pytest.mark.parametrize("make", [async_host, thread_host, process_host, ray_host])
 
 
 @asynccontextmanager
@@ -46,7 +55,8 @@ async def opened(make: Callable[[], ToolHost]) -> AsyncIterator[ToolHost]:
     """A host that holds nothing any more when the test is done with it."""
     host = make()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
+            await host.start()
             yield host
             assert host.leaks() == NOTHING_HELD
     finally:
@@ -64,6 +74,15 @@ async def test_an_instance_is_made_used_judged_and_released(make: Callable[[], T
         assert await host.calc_reward(made, {}) == 0.5
         await host.release(made, {})
         assert not host.is_alive(made)
+
+
+@every_host
+async def test_a_tool_that_asks_for_it_is_shown_the_conversation(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        seen = AgentData(request_id="r1", messages=[{"role": "user", "content": "hi"}] * 3)
+        assert (await host.execute(made, {}, {}, seen)).text == "done after 3 messages"
+        await host.release(made, {})
 
 
 @every_host

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from process_support import NOTHING_HELD, PATIENCE_S, assert_left_as, make_host, opened, resources
+from tools.process_support import NOTHING_HELD, PATIENCE_S, assert_left_as, make_host, opened, resources
 
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.errors import ConfigError, ToolContractError, ToolDiedError, ToolError, ToolRaisedError
@@ -144,7 +144,7 @@ async def test_arguments_arrive_as_they_were_given() -> None:
     given = {"text": "naïve ☃ \u0000", "number": 2**70, "huge": float("inf"), "nested": {"a": [{"b": []}]}}
     host = ProcessHost(
         name="echo",
-        class_path="hostile.EchoingTool",
+        class_path="tools.hostile.EchoingTool",
         config=config,
         tool_schema=schema,
         settings=ToolSettings(execution="process"),
@@ -243,7 +243,7 @@ async def test_every_method_may_fail_and_a_failed_create_or_release_ends_the_pro
 @pytest.mark.parametrize(
     ("tool", "act", "words"),
     [
-        ("NoTool", "hang", r"module 'hostile' has no class 'NoTool'; did you mean"),
+        ("NoTool", "hang", r"module 'tools.hostile' has no class 'NoTool'; did you mean"),
         ("UnmakeableTool", "raise_bug", r"(?s)its class cannot be made: Traceback.*in raise_bug.*ValueError: a bug"),
         ("UnmakeableTool", "exit_python", r"(?s)its class cannot be made: Traceback.*SystemExit: 3"),
         (

@@ -15,7 +15,7 @@ from uuid import uuid4
 import psutil
 import pytest
 import pytest_asyncio
-from process_support import NOTHING_HELD, PATIENCE_S, make_host, marked, opened
+from tools.process_support import NOTHING_HELD, PATIENCE_S, make_host, marked, opened
 
 from sglang_multiturn.errors import ToolDiedError
 from sglang_multiturn.tools.host import HostLeaks
@@ -221,7 +221,7 @@ async def test_a_nursery_that_does_not_answer_is_killed(monkeypatch: pytest.Monk
 WORKER = """
 import asyncio, sys
 sys.path.insert(0, {here!r})
-from process_support import make_host
+from tools.process_support import make_host
 
 async def main():
     host = make_host({tool!r}, {{"act": "say_so_and_spin"}})

@@ -24,6 +24,7 @@ from sglang_multiturn.errors import ConfigError, ToolContractError, ToolDiedErro
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
 from sglang_multiturn.tools.ray_host import RayHost
+from sglang_multiturn.tools.ray_node import RemoteTool, ToolNode
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import a test module
 
@@ -40,6 +41,16 @@ def make_host(run: str, tool: str = "HostileTool", config: dict[str, Any] | None
         tool_schema=None,
         settings=ToolSettings(execution="ray", **settings),
         run_id=run,
+    )
+
+
+def make_tool() -> RemoteTool:
+    return RemoteTool(
+        name="hostile",
+        class_path="tools.hostile.HostileTool",
+        config={},
+        tool_schema=None,
+        settings=ToolSettings(execution="ray"),
     )
 
 
@@ -211,6 +222,18 @@ async def test_a_create_cancelled_before_its_actor_can_start_does_not_wait_for_i
         async with asyncio.timeout(0.3):
             await host.create("a", {})
     assert host.leaks() == NOTHING_HELD
+
+
+async def test_an_instance_made_when_its_caller_had_gone_is_released() -> None:
+    node = ToolNode(make_tool())  # here and without Ray, where the moment can be chosen
+    answer = await node.call("worker", "the call", "create", "a", {})
+    assert (answer.value, answer.is_alive) == ("a", True)
+    settled = await node.settle("worker", "the call", "a")
+    assert (settled.is_alive, settled.leaks) == (False, NOTHING_HELD)
+    await node.leave("worker")
+    late = await node.call("worker", "another call", "create", "b", {})
+    assert isinstance(late.error, ToolDiedError)
+    assert late.leaks == NOTHING_HELD
 
 
 # Workers and nodes

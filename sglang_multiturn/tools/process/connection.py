@@ -85,7 +85,12 @@ class Connection:
         return cls(name, nursery, nursery.spawn(theirs), ours, reader, writer)
 
     async def call(
-        self, verb: Verb, instance_id: str, kwargs: Mapping[str, Any], parameters: dict[str, Any] | None = None
+        self,
+        verb: Verb,
+        instance_id: str,
+        kwargs: Mapping[str, Any],
+        parameters: dict[str, Any] | None = None,
+        agent_data: dict[str, Any] | None = None,
     ) -> Reply:
         """Call a method; the reply is that of the verb. A cancellation kills the process before it goes on.
 
@@ -96,7 +101,16 @@ class Connection:
         if not self.is_alive:
             raise ToolDiedError(f"tool {self._name!r}: its process has ended")
         self._calls += 1
-        frame = self._frame(verb, instance_id, kwargs, parameters)
+        frame = self._frame(
+            Call(
+                call_id=self._calls,
+                verb=verb,
+                instance_id=instance_id,
+                parameters=parameters,
+                kwargs=dict(kwargs),
+                agent_data=agent_data,
+            )
+        )
         replied: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._pending[self._calls] = verb, replied
         self._writer.write(frame)
@@ -126,15 +140,12 @@ class Connection:
         self._nursery.kill(self._spawned.number, why)
         await asyncio.wait({self.reading})
 
-    def _frame(
-        self, verb: Verb, instance_id: str, kwargs: Mapping[str, Any], parameters: dict[str, Any] | None
-    ) -> bytes:
-        call = Call(call_id=self._calls, verb=verb, instance_id=instance_id, parameters=parameters, kwargs=dict(kwargs))
+    def _frame(self, call: Call) -> bytes:
         try:
             return encode_frame(call)
         except ValueError as error:
             raise ToolContractError(
-                f"{self._name}.{verb}: its arguments cannot be sent to its process as JSON: {error}"
+                f"{self._name}.{call.verb}: its arguments cannot be sent to its process as JSON: {error}"
             ) from error
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

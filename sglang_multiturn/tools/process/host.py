@@ -11,6 +11,7 @@ from typing import Any
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.errors import ConfigError, ToolContractError, ToolDiedError
 from sglang_multiturn.schemas import ToolSchema
+from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
 from sglang_multiturn.tools.process.connection import Connection
 from sglang_multiturn.tools.process.messages import Created, Executed, Judged, Load
@@ -60,6 +61,7 @@ class ProcessHost:
         self._connections: set[Connection] = set()
         self._instances: dict[str, Connection] = {}
         self._closed = False
+        self._takes_agent_data = False
 
     @property
     def nursery_pid(self) -> int | None:
@@ -99,10 +101,15 @@ class ProcessHost:
         return created.instance_id
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], kwargs: Mapping[str, Any], agent_data: Any = None
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        kwargs: Mapping[str, Any],
+        agent_data: AgentData | None = None,
     ) -> ToolReply:
-        """`agent_data` belongs to this process and is not sent."""
-        reply = await self._connection(instance_id).call("execute", instance_id, kwargs, parameters)
+        """`agent_data` is sent to tools that take it."""
+        sent = agent_data.to_json() if agent_data is not None and self._takes_agent_data else None
+        reply = await self._connection(instance_id).call("execute", instance_id, kwargs, parameters, sent)
         assert isinstance(reply, Executed)
         return ToolReply(text=reply.text, reward=reply.reward, metrics=reply.metrics, stop=reply.stop)
 
@@ -167,6 +174,7 @@ class ProcessHost:
             )
         )
         loaded = await self._nursery.loaded(self._start_timeout_s)
+        self._takes_agent_data = loaded.takes_agent_data
         if loaded.threads:
             logger.warning(
                 "tool %r: its class started threads (%s), which its instances will not have; start them in `create`, "

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from sglang_multiturn.errors import ToolContractError, ToolError
 from sglang_multiturn.schemas import plain_text
+from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.base import Tool
 from sglang_multiturn.tools.process import linux
 from sglang_multiturn.tools.process.messages import (
@@ -99,6 +100,8 @@ class _Server:
     def __init__(self, tool: Tool, name: str) -> None:
         self._tool = tool
         self._name = name
+        self._extra_fields: dict[str, Any] = {}
+        """Of the agent data: what the tool keeps there, from call to call."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, sock: socket.socket) -> None:
@@ -149,7 +152,8 @@ class _Server:
         args: tuple[Any, ...] = create_args(method, call.instance_id) if call.verb == "create" else (call.instance_id,)
         if call.parameters is not None:
             args = (*args, call.parameters)
-        result = method(*args, **call_kwargs(method, call.verb, call.kwargs))
+        seen = None if call.agent_data is None else AgentData.from_json(call.agent_data, self._extra_fields)
+        result = method(*args, **call_kwargs(method, call.verb, call.kwargs, seen))
         return await result if inspect.isawaitable(result) else result
 
 

@@ -74,6 +74,8 @@ class Loaded:
 
     threads: list[str]
     """Names of the threads that run in the nursery, which no instance will have."""
+    takes_agent_data: bool
+    """Whether `execute` wants to be shown the conversation."""
     kind: Literal["loaded"] = "loaded"
 
 
@@ -114,6 +116,8 @@ class Call:
     """Of `execute` alone: the arguments the model gave."""
     kwargs: dict[str, Any]
     """The dataset row's own."""
+    agent_data: dict[str, Any] | None = None
+    """Of `execute` alone, where the tool takes it: `AgentData.to_json`."""
 
 
 # Instance to worker

@@ -36,7 +36,8 @@ from sglang_multiturn.tools.process.messages import (
     encode,
 )
 from sglang_multiturn.tools.process.outbox import Outbox
-from sglang_multiturn.tools.registry import load_class
+from sglang_multiturn.tools.signatures import takes_agent_data
+from sglang_multiturn.tools.tool_classes import load_class
 
 _IDLE_S = 1.0
 _REASON_CHARS = 8_000
@@ -56,7 +57,8 @@ def main() -> int:
     except BaseException as error:  # noqa: BLE001 - a constructor may raise anything, SystemExit too
         outbox.send(encode(NotLoaded(reason=_reason(error))))
         return 1
-    Nursery(control, outbox, worker_pid, Brood(tool, load, outbox)).run()
+    loaded = Loaded(threads=_other_threads(), takes_agent_data=takes_agent_data(tool.execute))
+    Nursery(control, outbox, worker_pid, Brood(tool, load, outbox)).run(loaded)
     return 0
 
 
@@ -73,15 +75,17 @@ class Nursery:
         for end in (control, self._woken, waking):
             end.setblocking(False)
         brood.keep_from_children(control, self._woken, waking)
-        # The handlers do nothing but wake the loop: SIGCHLD when something has ended, SIGTERM to end everything.
+        # The handlers do little but wake the loop: SIGCHLD when something has ended, SIGTERM to end everything. A thread
+        # of the worker's may have blocked them.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_ending", True))
 
-    def run(self) -> None:
+    def run(self, loaded: Loaded) -> None:
         """Until the worker closes its end of the control socket, or is not the parent any more."""
         linux.outlive_parent()  # from here on this process sees it by itself, and has something to clean up
-        self._outbox.send(encode(Loaded(threads=_other_threads())))
+        self._outbox.send(encode(loaded))
         while not self._ending and os.getppid() == self._worker_pid:
             self._wait()
             self._take_orders()
@@ -122,7 +126,8 @@ def _make_tool(load: Load) -> Tool:
     if not isinstance(tool, Tool):
         raise ConfigError(f"{load.class_path} made a {type(tool).__name__} that is no tool")
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or every instance would print it again
+        with contextlib.suppress(Exception):  # the constructor may have done anything to them
+            stream.flush()  # or every instance would print it again
     gc.collect()
     gc.freeze()  # so that collecting garbage in an instance does not copy what it shares
     return tool
@@ -142,9 +147,13 @@ def _reason(error: BaseException) -> str:
 
 def _other_threads() -> list[str]:
     """Names of all threads but this one: Python's own names where it knows them, else the system's."""
-    known = {thread.native_id: thread.name for thread in threading.enumerate()}
-    others = [thread for thread in map(int, os.listdir("/proc/self/task")) if thread != os.getpid()]
-    return sorted(known.get(thread) or Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in others)
+    known = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            name = known.get(thread) or Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+            names += [name] if thread != str(os.getpid()) else []
+    return sorted(names)
 
 
 if __name__ == "__main__":

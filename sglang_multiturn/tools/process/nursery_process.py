@@ -135,7 +135,7 @@ class NurseryProcess:
             self._sock.shutdown(socket.SHUT_WR)
         done, _ = await asyncio.wait({self._reading}, timeout=patience_s)
         if not done:
-            self._popen.kill()
+            self._kill()
             await asyncio.wait({self._reading})
 
     def _send(self, order: Spawn | Kill, attached: socket.socket | None = None) -> None:
@@ -148,9 +148,13 @@ class NurseryProcess:
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError, ValueError):
-            while packet := await loop.sock_recv(self._sock, MAX_PACKET_BYTES):
-                self._take(REPORT.validate_json(packet))
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                while packet := await loop.sock_recv(self._sock, MAX_PACKET_BYTES):
+                    self._take(REPORT.validate_json(packet))
+        except asyncio.CancelledError:
+            self._sock.close()  # the event loop ends though nobody closed this: so does the nursery, by itself
+            raise
         await self._bury()
 
     def _take(self, report: Loaded | NotLoaded | Ended) -> None:
@@ -169,7 +173,12 @@ class NurseryProcess:
 
     def _give_up(self) -> None:
         logger.error("tool %r: its nursery %d does not answer and is killed", self._name, self.pid)
-        self._popen.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kill the nursery with everything below it, which is still its own as long as it lives."""
+        if self._popen.poll() is None:
+            trees.kill_tree(self._popen.pid)
 
     def _fail(self, why: str) -> None:
         self._loaded.set_exception(ConfigError(f"tool {self._name!r}: {why}"))
@@ -195,7 +204,7 @@ class NurseryProcess:
             if time.monotonic() > deadline + KILL_PATIENCE_S:
                 return "hangs in the kernel"
             if time.monotonic() > deadline:
-                self._popen.kill()
+                self._kill()
             await asyncio.sleep(_POLL_S)
         return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
