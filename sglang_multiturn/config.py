@@ -261,17 +261,17 @@ def _refuse_idle_settings(config: ToolsConfig, places: YamlPlaces) -> None:
     """Raises ConfigError for a setting that another one makes idle: whoever wrote it expects it to do something."""
     idle = []
     for index, entry in enumerate(config.tools):
-        own_processes = entry.execution in ("process", "ray")
+        own_processes, here = entry.execution in ("process", "ray"), f"has no effect on `execution: {entry.execution}`"
+        elsewhere = f"{here}; write `execution: process` or `ray`"
         conditions = {
-            "max_memory_mb": (own_processes, "has no effect on `execution: {0}`; write `execution: process` or `ray`"),
-            "max_processes": (own_processes, "has no effect on `execution: {0}`; write `execution: process` or `ray`"),
-            "ray_options": (entry.execution == "ray", "has no effect on `execution: {0}`; write `execution: ray`"),
+            "max_memory_mb": (own_processes, elsewhere),
+            "max_processes": (own_processes, elsewhere),
+            "ray_options": (entry.execution == "ray", f"{here}; write `execution: ray`"),
             "retry_backoff_s": (entry.retries > 0, "has no effect without retries; write `retries: 2`"),
         }
         for key, (works, said) in conditions.items():
             if key in entry.model_fields_set and not works:
                 place = places.of("tools", index, key)
-                advice = f"{said.format(entry.execution)}, or leave the key out"
-                idle.append(f"{place}: {f'tools.{index}.{key}'!r} {advice}")
+                idle.append(f"{place}: {f'tools.{index}.{key}'!r} {said}, or leave the key out")
     if idle:
         raise ConfigError("\n".join(idle))

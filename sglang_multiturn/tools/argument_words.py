@@ -27,19 +27,19 @@ _KINDS = {
     "string": "a string",
 }
 _BOUNDS = {
-    "minimum": "be at least {}",
-    "maximum": "be at most {}",
-    "exclusiveMinimum": "be more than {}",
-    "exclusiveMaximum": "be less than {}",
-    "multipleOf": "be a multiple of {}",
+    "minimum": "be at least",
+    "maximum": "be at most",
+    "exclusiveMinimum": "be more than",
+    "exclusiveMaximum": "be less than",
+    "multipleOf": "be a multiple of",
 }
 _SIZES = {
-    "minLength": "have at least {} characters",
-    "maxLength": "have at most {} characters",
-    "minItems": "have at least {} items",
-    "maxItems": "have at most {} items",
-    "minProperties": "have at least {} keys",
-    "maxProperties": "have at most {} keys",
+    "minLength": ("have at least", "characters"),
+    "maxLength": ("have at most", "characters"),
+    "minItems": ("have at least", "items"),
+    "maxItems": ("have at most", "items"),
+    "minProperties": ("have at least", "keys"),
+    "maxProperties": ("have at most", "keys"),
 }
 
 
@@ -86,7 +86,8 @@ def _sentence(error: ValidationError) -> str:
         return f"{where} must {must}, not {_shown(instance)}"
     if error.validator in _SIZES:
         size = len(instance)
-        return f"{where} must {_SIZES[str(error.validator)].format(value)}, it has {size}"
+        has, units = _SIZES[str(error.validator)]
+        return f"{where} must {has} {value} {units}, it has {size}"
     if error.validator is None:  # a schema that is `false`, whose place is not told
         return f"{where}: {_shown(instance)} is not allowed"
     return f"{where}: {_clean(error.message)}"
@@ -106,7 +107,7 @@ def _must(error: ValidationError) -> str | None:
             reason = f" ({error.message})" if error.cause else ""
             return f"match the pattern {_shown(value)}{reason}"
     if error.validator in _BOUNDS:
-        return _BOUNDS[str(error.validator)].format(value)
+        return f"{_BOUNDS[str(error.validator)]} {value}"
     return None
 
 

@@ -49,7 +49,8 @@ class DeletedModule:
     def sentence(self, name: str) -> str:
         """Who had it, and what to do."""
         file = f"{name.replace('.', '/')}.py"
-        return f"verl {self.first} to {self.last} had it, {self.advice.format(file=file, last=self.last)}"
+        advice = self.advice.replace("{file}", file).replace("{last}", self.last)
+        return f"verl {self.first} to {self.last} had it, {advice}"
 
 
 DELETED_MODULES: Mapping[str, DeletedModule] = {

@@ -245,7 +245,7 @@ asyncio.run(main())
 async def test_when_the_worker_is_killed_no_process_stays(tool: str, said: str, processes: int) -> None:
     mark = uuid4().hex
     worker = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", WORKER.format(here=str(Path(__file__).parent), tool=tool)],
+        [sys.executable, "-c", WORKER.format(here=str(Path(__file__).parent.parent), tool=tool)],
         stdout=subprocess.PIPE,
         env=os.environ | {"WORKER_MARK": mark},
         text=True,

@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
 
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.schemas import ToolSchema, plain_text
@@ -37,7 +36,7 @@ from sglang_multiturn.tools.process.messages import (
 )
 from sglang_multiturn.tools.process.outbox import Outbox
 from sglang_multiturn.tools.signatures import takes_agent_data
-from sglang_multiturn.tools.tool_classes import load_class
+from sglang_multiturn.tools.tool_classes import make_tool
 
 _IDLE_S = 1.0
 _REASON_CHARS = 8_000
@@ -120,11 +119,8 @@ class Nursery:
 
 def _make_tool(load: Load) -> Tool:
     sys.path[:] = load.sys_path
-    tool_class: Any = load_class(load.class_path, f"tool {load.name!r}")
     schema = None if load.tool_schema is None else ToolSchema.model_validate(load.tool_schema)
-    tool = tool_class(config=load.config, tool_schema=schema)
-    if not isinstance(tool, Tool):
-        raise ConfigError(f"{load.class_path} made a {type(tool).__name__} that is no tool")
+    tool = make_tool(load.class_path, load.config, schema, f"tool {load.name!r}")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the constructor may have done anything to them
             stream.flush()  # or every instance would print it again
@@ -140,9 +136,10 @@ def _close_stdin() -> None:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, ConfigError):
-        return plain_text(str(error))
-    return plain_text("".join(traceback.format_exception(error)))[-_REASON_CHARS:]
+    said = f"{error}\n" if isinstance(error, ConfigError) else ""
+    raised = error.__cause__ if isinstance(error, ConfigError) else error
+    where = "" if raised is None else "".join(traceback.format_exception(raised))
+    return plain_text(said + where[-_REASON_CHARS:]).rstrip()
 
 
 def _other_threads() -> list[str]:
