@@ -68,7 +68,7 @@ TRL = ("trl==1.16.0", "jmespath==1.1.0")
 TRL_FOLDER = Path(sys.prefix) / "trl_reference"
 TRL_TIMEOUT_S = 900
 
-SYNC_PLAN = ("clean", *("clean", "latency") * 3, "hang")
+SYNC_PLAN = ("clean", "clean", "hang", *("latency", "clean") * 3)
 ASYNC_PLAN = ("clean", *("clean", "latency") * 2)
 """The first step of each warms up and is left out. That async tools hang one after another too is not shown again."""
 ROLLOUTS = 128
@@ -76,7 +76,8 @@ ROUNDS = 5
 """Of ours: clean, with latency and with the short timeout, in turn."""
 LATENCY_S = CONDITIONS["latency"].latency_s
 HANG_RATE = 1 / CONDITIONS["hang"].hang_every
-LONG_TIMEOUT_S, SHORT_TIMEOUT_S = CONDITIONS["hang"].hang_s, 2.0
+HANG_S = {"hang": CONDITIONS["hang"].hang_s, "hang, short timeout": 2.0}
+"""What one hanging call costs, by condition: of ours it is the timeout."""
 console = Console(stderr=True)
 
 
@@ -87,8 +88,8 @@ class OurRun:
     condition: str
     rollout_s: float
     calls: int
-    timed_out: int
-    most_timed_out: int
+    hung: int
+    most_hung: int
     """In one conversation."""
     most_calls: int
     """In one conversation."""
@@ -123,10 +124,13 @@ def measure_trl(kind: str, plan: Sequence[str]) -> list[TrlStep]:
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 
-def registry(timeout_s: float = LONG_TIMEOUT_S, **faults: float) -> ToolRegistry:
-    """The demo's calculator with faults, as a YAML would say it."""
+def registry(condition: str) -> ToolRegistry:
+    """The demo's calculator with the condition's faults, as a YAML would say it."""
     (entry,) = ToolsConfig.from_yaml(CALCULATOR).tools
-    settings = {"timeout_s": timeout_s, "faults": FaultConfig.model_validate(faults)}
+    faults = FaultConfig(
+        latency_s=LATENCY_S if condition == "latency" else 0.0, hang_rate=HANG_RATE if condition in HANG_S else 0.0
+    )
+    settings = {"timeout_s": HANG_S.get(condition, 60.0), "faults": faults}
     return ToolRegistry.from_config(ToolsConfig(tools=[entry.model_copy(update=settings)]))
 
 
@@ -143,23 +147,17 @@ def step_specs() -> list[RequestSpec]:
 
 async def measure_ours(rounds: int) -> list[OurRun]:
     """The three quick conditions in turn, as many times as there are rounds, then the hanging calls with the long timeout."""
-    tools = {
-        "clean": registry(),
-        "latency": registry(latency_s=LATENCY_S),
-        "hang, short timeout": registry(SHORT_TIMEOUT_S, hang_rate=HANG_RATE),
-        "hang": registry(hang_rate=HANG_RATE),
-    }
+    quick = ["clean", "latency", "hang, short timeout"]
     template = HFChatTemplate.from_pretrained(MODEL)
     config = RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, max_concurrent=ROLLOUTS)
     score = load_reward_fn(str(EXAMPLE / "reward.py"))
     engine = SGLangEngine(str(MODEL), dtype="float32", server_args={"max_running_requests": ROLLOUTS})
     rollouts = {
-        name: RolloutEngine(engine, template=template, tools=faulty, config=config, reward_fn=score)
-        for name, faulty in tools.items()
+        name: RolloutEngine(engine, template=template, tools=registry(name), config=config, reward_fn=score)
+        for name in [*quick, "hang"]
     }
     async with engine:
         await one_batch("clean", rollouts["clean"])  # warms up
-        quick = [name for name in tools if name != "hang"]
         return [await one_batch(name, rollouts[name]) for name in [*quick * rounds, "hang"]]
 
 
@@ -176,13 +174,13 @@ async def one_batch(condition: str, rollouts: RolloutEngine) -> OurRun:
 def our_run(condition: str, rollout_s: float, finished: Sequence[Trajectory]) -> OurRun:
     """The figures of one batch, every conversation of which must have come to its end."""
     assert all(trajectory.state is RequestState.COMPLETED for trajectory in finished)
-    timed_out = [sum(call.outcome is CallOutcome.TIMEOUT for call in one.tool_calls) for one in finished]
+    hung = [sum(call.outcome is CallOutcome.TIMEOUT for call in one.tool_calls) for one in finished]
     return OurRun(
         condition=condition,
         rollout_s=rollout_s,
         calls=sum(len(trajectory.tool_calls) for trajectory in finished),
-        timed_out=sum(timed_out),
-        most_timed_out=max(timed_out),
+        hung=sum(hung),
+        most_hung=max(hung),
         most_calls=max(len(trajectory.tool_calls) for trajectory in finished),
     )
 
@@ -204,6 +202,8 @@ class Medians:
     step_ratio: float | None
     calls: float
     hung: float
+    hangs_paid: float | None
+    """How many times the cost of one hanging call the rollouts took longer than without; None where no call hung."""
 
 
 def medians(side: str, runs: Sequence[TrlStep] | Sequence[OurRun]) -> list[Medians]:
@@ -211,21 +211,22 @@ def medians(side: str, runs: Sequence[TrlStep] | Sequence[OurRun]) -> list[Media
     by_condition: dict[str, list[Any]] = {}
     for run in runs:
         by_condition.setdefault(run.condition, []).append(run)
-    rows = []
+    rows: list[Medians] = []
     for condition, some in by_condition.items():
         rollout_s = statistics.median(run.rollout_s for run in some)
         step_s = statistics.median(run.step_s for run in some) if isinstance(some[0], TrlStep) else None
-        first = rows[0] if rows else None
+        clean_s, clean_step_s = (rows[0].rollout_s, rows[0].step_s) if rows else (rollout_s, step_s)
         rows.append(
             Medians(
                 side=side,
                 condition=condition,
                 rollout_s=rollout_s,
-                rollout_ratio=rollout_s / first.rollout_s if first else 1.0,
+                rollout_ratio=rollout_s / clean_s,
                 step_s=step_s,
-                step_ratio=None if step_s is None else step_s / first.step_s if first and first.step_s else 1.0,
+                step_ratio=step_s / clean_step_s if step_s and clean_step_s else None,
                 calls=statistics.median(run.calls for run in some),
-                hung=statistics.median(run.hung if isinstance(run, TrlStep) else run.timed_out for run in some),
+                hung=statistics.median(run.hung for run in some),
+                hangs_paid=(rollout_s - clean_s) / HANG_S[condition] if condition in HANG_S else None,
             )
         )
     return rows
@@ -233,7 +234,7 @@ def medians(side: str, runs: Sequence[TrlStep] | Sequence[OurRun]) -> list[Media
 
 def show(rows: Sequence[Medians]) -> None:
     """The table."""
-    table = Table("", "calls", "generation and tools, s", "ratio", "whole step, s", "ratio", "calls made", "hung")
+    table = Table("", "its calls", "rollouts, s", "ratio", "whole step, s", "ratio", "calls", "hung", "hangs paid for")
     for row in rows:
         table.add_row(
             row.side,
@@ -244,8 +245,9 @@ def show(rows: Sequence[Medians]) -> None:
             "" if row.step_ratio is None else f"{row.step_ratio:.2f}",
             f"{row.calls:.0f}",
             f"{row.hung:.0f}",
+            "" if row.hangs_paid is None else f"{row.hangs_paid:.2f}",
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:
@@ -281,7 +283,7 @@ def write(path: Path, rows: Sequence[Medians], runs: dict[str, Sequence[Any]], l
         "samples": SAMPLES_PER_PROMPT,
         "latency_s": LATENCY_S,
         "hang_rate": HANG_RATE,
-        "timeouts_s": [LONG_TIMEOUT_S, SHORT_TIMEOUT_S],
+        "hang_s": HANG_S,
         "medians": [asdict(row) for row in rows],
         "runs": {side: [asdict(run) for run in measured] for side, measured in runs.items()},
     }
