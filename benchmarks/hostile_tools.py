@@ -1,6 +1,6 @@
 """What four hostile tool calls cost sixty conversations beside them: nothing but what the machine is busy with.
 
-    python benchmarks/hostile_tools.py                 # the tables, after about two minutes
+    python benchmarks/hostile_tools.py                 # the table, after about a minute
     python benchmarks/hostile_tools.py --json out.json # and every figure, with versions and machine
 
 64 conversations at once on the scripted engine, each with a process of its own for its tool (`execution: process`). In a
@@ -134,7 +134,7 @@ async def one_run(rollouts: RolloutEngine, script: _Script, expected: dict[str, 
         outcomes={HOSTILE[name]: outcomes(finished[name]) for name in HOSTILE} if hostile else {},
         processes_after=descendants(),
     )
-    console.print(run, highlight=False, soft_wrap=True)
+    console.print(str(run), highlight=False, soft_wrap=True)
     return run
 
 
@@ -165,7 +165,7 @@ def descendants() -> int:
 
 
 def show(runs: Sequence[Run]) -> None:
-    """When the sixty ended, and what became of the four."""
+    """When the sixty ended, and how the four hostile calls and their conversations did."""
     table = Table("run", "the sixty ended after, s (median)", "ratio", "all ended after, s", "processes afterwards")
     clean_s = statistics.median(run.others_s for run in runs if not run.hostile)
     for hostile in (False, True):
@@ -178,10 +178,11 @@ def show(runs: Sequence[Run]) -> None:
             f"{statistics.median(run.all_s for run in some):.2f}",
             f"{max(run.processes_after for run in some)}",
         )
-    Console().print(table)
-    for what in HOSTILE.values():
-        ended = {" → ".join(run.outcomes[what]) for run in runs if run.hostile}
-        Console().print(f"{what:>8}: {', '.join(sorted(ended))}", highlight=False)
+    table.caption = "; ".join(
+        f"{what}: {', '.join(sorted({' → '.join(run.outcomes[what]) for run in runs if run.hostile}))}"
+        for what in HOSTILE.values()
+    )
+    Console(width=110).print(table)
 
 
 def main() -> None:

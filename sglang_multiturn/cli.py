@@ -124,6 +124,7 @@ async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total
                 journal.write(trajectory)
                 summary.add(trajectory)
                 advance(summary)
+            summary.held = rollouts.held_by_tools()
             return _Finished(summary, time.monotonic() - started)
 
 
@@ -241,5 +242,6 @@ def _leak_lines(summary: RunSummary) -> list[str]:
     return [
         f"tool instances: {metrics.tool_instances_created} created, {metrics.tool_instances_released} released, "
         f"{leaks.lost_instances} lost with their process, {leaks.not_released} not released; "
-        f"{leaks.release_errors} releases failed, {leaks.left_behind_calls} calls were left behind"
+        f"{leaks.release_errors} releases failed, {leaks.left_behind_calls} calls were left behind, "
+        f"{leaks.live_processes} processes are still there"
     ]

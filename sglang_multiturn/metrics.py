@@ -72,8 +72,6 @@ class RolloutMetrics:
     """Instances that went with their process; there is nothing to release. Created is released and lost together."""
     release_errors: int = 0
     """`release`s that raised or took too long."""
-    left_behind_calls: int = 0
-    """Calls that could not be ended: a thread that blocks, a coroutine that ignores its cancellation."""
     queue_s: float = 0.0
     generate_s: float = 0.0
     tool_queue_s: float = 0.0

@@ -24,6 +24,7 @@ from sglang_multiturn.interactions.base import Interaction
 from sglang_multiturn.request import RequestSpec, RequestState
 from sglang_multiturn.rewards import RewardFn, check_weights
 from sglang_multiturn.rollout import Rollout, RolloutContext
+from sglang_multiturn.tools.host import HostLeaks
 from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.trajectory import Trajectory
@@ -88,6 +89,7 @@ class RolloutEngine:
                 yield trajectory
                 verdict.add(trajectory)
             await pump
+            self._runtime.report_leaks()
         finally:
             pump.cancel()
             await asyncio.wait([pump])
@@ -98,6 +100,10 @@ class RolloutEngine:
         order = {spec.request_id: index for index, spec in enumerate(numbered)}
         finished = [trajectory async for trajectory in self.run(numbered)]
         return sorted(finished, key=lambda trajectory: order[trajectory.request_id])
+
+    def held_by_tools(self) -> HostLeaks:
+        """What tools hold at this moment; nothing is right when no conversation runs."""
+        return HostLeaks.total(self._runtime.leaks().values())
 
     def abort(self, request_id: str) -> bool:
         """End one running conversation as `aborted`; False when it is not running."""

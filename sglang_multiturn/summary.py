@@ -11,6 +11,7 @@ from typing import Any
 from sglang_multiturn.failures import FailureLog
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import RequestState
+from sglang_multiturn.tools.host import HostLeaks
 from sglang_multiturn.trajectory import Trajectory
 
 
@@ -24,17 +25,20 @@ class Leaks:
     """Instances that went with their process."""
     release_errors: int
     left_behind_calls: int
-    """Calls that could not be ended."""
+    """Calls that could not be ended and still run: a thread that blocks, a coroutine that ignores its cancellation."""
+    live_processes: int
+    """Processes of tools that are still there."""
 
     @classmethod
-    def of(cls, metrics: RolloutMetrics) -> Leaks:
-        """The leaks that a sum of metrics shows."""
+    def of(cls, metrics: RolloutMetrics, held: HostLeaks) -> Leaks:
+        """The leaks that a sum of metrics shows, and what the tools' hosts hold when no conversation runs any more."""
         ended = metrics.tool_instances_released + metrics.lost_instances
         return cls(
             not_released=metrics.tool_instances_created - ended,
             lost_instances=metrics.lost_instances,
             release_errors=metrics.release_errors,
-            left_behind_calls=metrics.left_behind_calls,
+            left_behind_calls=held.left_behind,
+            live_processes=held.live_processes,
         )
 
     @property
@@ -57,6 +61,8 @@ class RunSummary:
         self.drift_examples: dict[str, str] = {}
         self.rows = 0
         self.metrics = RolloutMetrics()
+        self.held = HostLeaks()
+        """What the tools' hosts hold after the batch, from whoever has them."""
         self._reward_sum = 0.0
         self._rewarded = 0
         self._with_calls = 0
@@ -103,7 +109,7 @@ class RunSummary:
     @property
     def leaks(self) -> Leaks:
         """What tools left over so far."""
-        return Leaks.of(self.metrics)
+        return Leaks.of(self.metrics, self.held)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""

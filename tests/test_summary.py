@@ -19,11 +19,12 @@ from sglang_multiturn.chat.calls import BrokenKind
 from sglang_multiturn.failures import FailureExample, FailureLog, printable
 from sglang_multiturn.request import ErrorRecord
 from sglang_multiturn.summary import RunSummary
+from sglang_multiturn.tools.host import HostLeaks
 from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
 
 from support import FailingTool, HangingTool, RecordingTool, ToolError, call, roll
 
-CLEAN = {"not_released": 0, "lost_instances": 0, "release_errors": 0, "left_behind_calls": 0}
+CLEAN = {"not_released": 0, "lost_instances": 0, "release_errors": 0, "left_behind_calls": 0, "live_processes": 0}
 
 
 def summary_of(*trajectories: Trajectory) -> RunSummary:
@@ -182,7 +183,7 @@ def test_control_characters_are_spelt_out() -> None:
             {"tool_instances_created": 3, "tool_instances_released": 1, "lost_instances": 1},
             CLEAN | {"lost_instances": 1, "not_released": 1},
         ),
-        ({"release_errors": 1, "left_behind_calls": 4}, CLEAN | {"release_errors": 1, "left_behind_calls": 4}),
+        ({"release_errors": 1}, CLEAN | {"release_errors": 1}),
     ],
 )
 async def test_leaks_are_what_was_neither_released_nor_ended(changes: dict[str, int], expected: dict[str, int]) -> None:
@@ -192,6 +193,13 @@ async def test_leaks_are_what_was_neither_released_nor_ended(changes: dict[str, 
     summary = summary_of(trajectory)
     assert summary.to_dict()["leaks"] == expected
     assert summary.leaks.clean is (expected == CLEAN)
+
+
+async def test_leaks_are_also_what_hosts_still_hold_after_the_batch() -> None:
+    summary = summary_of(await plain())
+    summary.held = HostLeaks.total([HostLeaks(left_behind=1), HostLeaks(left_behind=3, live_processes=2)])
+    assert summary.to_dict()["leaks"] == CLEAN | {"left_behind_calls": 4, "live_processes": 2}
+    assert not summary.leaks.clean
 
 
 # On the command line
@@ -231,7 +239,7 @@ def test_the_command_prints_examples_and_leaks_after_the_table(tmp_path: Path) -
     printed = [line for line in lines if line.startswith(("tool instances", "raised", "error:", "release"))]
     assert [line.split(" request ")[0] for line in printed] == [
         "tool instances: 2 created, 2 released, 0 lost with their process, 0 not released; "
-        "2 releases failed, 0 calls were left behind",
+        "2 releases failed, 0 calls were left behind, 0 processes are still there",
         "raised: 2, for example",
         "release: 2, for example",
         "error:RuntimeError: 2, for example",

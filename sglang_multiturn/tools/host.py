@@ -8,7 +8,7 @@ ignores its cancellation and a thread that blocks are left behind and counted (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +37,16 @@ class HostLeaks:
     """Calls that ignored their cancellation and still run: coroutines or threads."""
     live_processes: int = 0
     """Processes of instances that are still alive."""
+
+    @classmethod
+    def total(cls, leaks: Iterable[HostLeaks]) -> HostLeaks:
+        """Of several hosts."""
+        held = list(leaks)
+        return cls(
+            live_instances=sum(one.live_instances for one in held),
+            left_behind=sum(one.left_behind for one in held),
+            live_processes=sum(one.live_processes for one in held),
+        )
 
 
 class ToolHost(Protocol):

@@ -6,6 +6,7 @@ One runtime serves all conversations of a worker process. Hosts are made at thei
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,6 +20,8 @@ from sglang_multiturn.tools.ray_limits import make_limiter
 from sglang_multiturn.tools.registry import ToolEntry, ToolRegistry
 
 __all__ = ["RunningTool", "ToolRuntime"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class ToolRuntime:
         self._config = config or RolloutConfig()
         self._run_id = run_id
         self._tools: dict[str, RunningTool] = {}
+        self._reported: Mapping[str, HostLeaks] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,8 +71,16 @@ class ToolRuntime:
         return self._tools[name]
 
     def leaks(self) -> Mapping[str, HostLeaks]:
-        """What each tool still holds that was used."""
-        return {name: tool.host.leaks() for name, tool in self._tools.items()}
+        """What each tool still holds, for those that hold anything."""
+        held = {name: tool.host.leaks() for name, tool in self._tools.items()}
+        return {name: leaks for name, leaks in held.items() if leaks != HostLeaks()}
+
+    def report_leaks(self) -> None:
+        """Say in the log what is still held, now that no conversation runs; once, until it changes."""
+        leaks = self.leaks()
+        if leaks and leaks != self._reported:
+            logger.warning("tools hold more than they should after a batch: %s", "; ".join(map(_said, leaks.items())))
+        self._reported = leaks
 
     async def aclose(self) -> None:
         """End every host. No conversation may be running."""
@@ -76,6 +88,14 @@ class ToolRuntime:
             for tool in self._tools.values():
                 group.create_task(tool.host.aclose())
         self._tools.clear()
+
+
+def _said(leak: tuple[str, HostLeaks]) -> str:
+    name, held = leak
+    return (
+        f"{name}: {held.live_instances} instances not released, {held.left_behind} calls left behind, "
+        f"{held.live_processes} processes alive"
+    )
 
 
 def make_host(entry: ToolEntry, timeout_s: float | None, run_id: str) -> ToolHost:

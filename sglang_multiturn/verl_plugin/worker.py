@@ -85,11 +85,13 @@ class WorkerContext:
         reward_fn = reward_function(config)
         registry = registry_of(tools)
         refuse_leaking_faults(config, registry)
+        self._tools = ToolRuntime(registry, self.settings, run_id=_run_id())
+        self._in_flight = 0
         self.rollout = RolloutContext(
             generator=self.generator,
             template=template,
             tools=registry,
-            tool_runtime=ToolRuntime(registry, self.settings, run_id=_run_id()),
+            tool_runtime=self._tools,
             parser=make_parser(self.settings.tool_parser, template),
             config=self.settings,
             max_model_len=max_model_len(config),
@@ -126,7 +128,7 @@ class WorkerContext:
                 known_tools=self.rollout.tools.names,
                 validate=self._is_validation(sampling_params),
             )
-            trajectory = await run_one(spec, self.rollout)
+            trajectory = await self._roll_out(spec)
             await self.generator.settle(spec.request_id)
         except DataError as error:
             logger.error("%s", error)
@@ -135,6 +137,15 @@ class WorkerContext:
         self._say_what_failed(trajectory)
         rows = self._rows(trajectory, takes_rows=takes_rows, step=int(row.get("global_steps", 1)))
         return rows if takes_rows else rows[0]
+
+    async def _roll_out(self, spec: RequestSpec) -> Trajectory:
+        self._in_flight += 1
+        try:
+            return await run_one(spec, self.rollout)
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:  # this worker's batch is over
+                self._tools.report_leaks()
 
     def _rows(self, trajectory: Trajectory, *, takes_rows: bool, step: int) -> list[RowOutput]:
         """What verl gets. A dropped trajectory leaves no row where verl can do without."""

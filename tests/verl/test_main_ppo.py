@@ -70,7 +70,7 @@ def train(folder: Path, *, v1: bool) -> str:
         model=EXAMPLE / "tiny_model",
         train=dataset(folder),
         heldout=dataset(folder),
-        tools=tools(folder),
+        tools=tools(folder, v1=v1),
         reward=EXAMPLE / "reward.py",
         run_dir=folder,
         steps=STEPS,
@@ -114,9 +114,11 @@ def dataset(folder: Path) -> Path:
     return path
 
 
-def tools(folder: Path) -> Path:
+def tools(folder: Path, *, v1: bool) -> Path:
+    """Under V1 each conversation's calculator runs in a process of its own, four calls at a time in the whole run."""
     document = yaml.safe_load((HERE.parents[1] / "tool_configs" / "calculator.yaml").read_text())
     document["tools"][0]["class_name"] = "failing_calculator.FailingCalculator"
+    document["tools"][0] |= {"execution": "process", "max_concurrent": 4} if v1 else {}
     path = folder / "tools.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))  # the order is part of the prompt
     return path
@@ -187,6 +189,15 @@ def test_a_failed_conversation_leaves_the_advantages_of_a_group_of_seven_under_v
             )
     assert informative > 0
     assert ("shifts its group's mean" in run.log) is (not run.v1)
+
+
+def test_tools_left_nothing_over(run: Run) -> None:
+    for line in run.journal.values():
+        metrics = line.metrics
+        assert metrics.tool_instances_created == metrics.tool_instances_released
+        assert (metrics.lost_instances, metrics.release_errors, metrics.tool_timeouts) == (0, 0, 0)
+    assert "tools hold more than they should" not in run.log
+    assert sum(line.metrics.tool_calls for line in run.journal.values()) > 0
 
 
 def test_the_trained_model_can_be_loaded_afterwards(run: Run) -> None:
