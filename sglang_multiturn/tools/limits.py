@@ -3,7 +3,7 @@
     async with limiter.slot(longest_s):    # waits here; the tool's own deadline has not begun yet
         await host.execute(...)
 
-The limits are those of a whole run: `ray_limits` shares one queue among the worker processes of a Ray job.
+The limits are those of a whole run: `tools.ray.limits` shares one queue among the worker processes of a Ray job.
 """
 
 from __future__ import annotations

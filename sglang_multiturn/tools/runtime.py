@@ -16,7 +16,7 @@ from sglang_multiturn.tools.faults import FaultPlan
 from sglang_multiturn.tools.host import HostLeaks, ToolHost
 from sglang_multiturn.tools.limits import Limiter
 from sglang_multiturn.tools.local_hosts import AsyncHost, ThreadHost
-from sglang_multiturn.tools.ray_limits import make_limiter
+from sglang_multiturn.tools.ray.limits import make_limiter
 from sglang_multiturn.tools.registry import ToolEntry, ToolRegistry
 
 __all__ = ["RunningTool", "ToolRuntime"]
@@ -112,7 +112,7 @@ def make_host(entry: ToolEntry, timeout_s: float | None, run_id: str) -> ToolHos
         "settings": entry.settings,
     }
     if entry.settings.execution == "ray":
-        from sglang_multiturn.tools.ray_host import RayHost
+        from sglang_multiturn.tools.ray.host import RayHost
 
         return RayHost(run_id=run_id, **where)
     from sglang_multiturn.tools.process.host import ProcessHost

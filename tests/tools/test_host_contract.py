@@ -16,7 +16,7 @@ from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolHost, ToolReply
 from sglang_multiturn.tools.local_hosts import AsyncHost, ThreadHost
 from sglang_multiturn.tools.process.host import ProcessHost
-from sglang_multiturn.tools.ray_host import RayHost
+from sglang_multiturn.tools.ray.host import RayHost
 
 CONFIG = {"name": "scheduled", "slow_s": 0.01}
 NOTHING_HELD = HostLeaks()

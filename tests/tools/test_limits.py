@@ -14,7 +14,7 @@ from tools.virtual_time import run_virtual
 
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.tools.limits import Limiter, LocalLimiter, NoLimit, Turnstile, make_local
-from sglang_multiturn.tools.ray_limits import make_limiter
+from sglang_multiturn.tools.ray.limits import make_limiter
 
 
 def play(main: Coroutine[Any, Any, None]) -> None:

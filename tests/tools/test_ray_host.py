@@ -23,8 +23,8 @@ from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.errors import ConfigError, ToolContractError, ToolDiedError, ToolError, ToolRaisedError
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
-from sglang_multiturn.tools.ray_host import RayHost
-from sglang_multiturn.tools.ray_node import RemoteTool, ToolNode
+from sglang_multiturn.tools.ray.host import RayHost
+from sglang_multiturn.tools.ray.node import RemoteTool, ToolNode
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import a test module
 

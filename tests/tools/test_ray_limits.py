@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.tools.limits import NoLimit
-from sglang_multiturn.tools.ray_limits import RayLimiter, SharedTurnstile, make_limiter
+from sglang_multiturn.tools.ray.limits import RayLimiter, SharedTurnstile, make_limiter
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import a test module
 

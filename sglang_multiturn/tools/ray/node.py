@@ -20,7 +20,7 @@ from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolHost
 from sglang_multiturn.tools.process.host import ProcessHost
-from sglang_multiturn.tools.ray_actors import SharedActor
+from sglang_multiturn.tools.ray.actors import SharedActor
 from sglang_multiturn.tools.signatures import Verb
 
 __all__ = ["Answer", "NodeVerb", "RemoteTool", "ToolNode"]

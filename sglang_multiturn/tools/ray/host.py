@@ -23,8 +23,8 @@ from sglang_multiturn.errors import ConfigError, ToolDiedError
 from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
-from sglang_multiturn.tools.ray_actors import Tie, is_ray_running, shared_actor
-from sglang_multiturn.tools.ray_node import Answer, NodeVerb, RemoteTool, ToolNode
+from sglang_multiturn.tools.ray.actors import Tie, is_ray_running, shared_actor
+from sglang_multiturn.tools.ray.node import Answer, NodeVerb, RemoteTool, ToolNode
 from sglang_multiturn.tools.signatures import Verb
 
 __all__ = ["RayHost", "check_ray_options"]
@@ -87,10 +87,12 @@ class RayHost:
         for pause_s in _PAUSES_S:
             try:
                 tie = self._tie = self._tie or self._connect()
-                return _value(await self._ask(tie, verb, instance_id, *args))
+                answer = await self._ask(tie, verb, instance_id, *args)
             except (RayActorError, ValueError) as error:  # ValueError: its name went between two looks at it
                 failure = self._died(error)
                 await asyncio.sleep(pause_s)
+            else:
+                return _value(answer)
         raise failure
 
     async def execute(

@@ -18,7 +18,7 @@ from uuid import uuid4
 from sglang_multiturn.config import ToolSettings
 from sglang_multiturn.errors import ToolDiedError
 from sglang_multiturn.tools.limits import Limiter, Turnstile, is_limited, make_local
-from sglang_multiturn.tools.ray_actors import SharedActor, Tie, is_ray_running, shared_actor
+from sglang_multiturn.tools.ray.actors import SharedActor, Tie, is_ray_running, shared_actor
 
 __all__ = ["RayLimiter", "SharedTurnstile", "make_limiter"]
 
