@@ -9,7 +9,7 @@ EXAMPLES ?= 20000
 RUN_DIR ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove lint format bench ablation clean
+.PHONY: help setup demo test prove lint format bench ablation bench-faults bench-trl clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -46,6 +46,14 @@ format: $(READY) ## Mend what ruff can mend
 bench: $(READY) ## Measure what this package costs a turn, and what SGLang does beside it
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/template_proof.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/hostile_tools.py
+
+bench-trl: $(READY) ## What slow and hanging tools cost, beside TRL's GRPOTrainer (about seven minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trl_latency.py
+
+bench-faults: $(READY) ## Train the demo with a calculator that fails and one that does not, three seeds each (about an hour)
+	mkdir -p runs
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/demo_with_faults.py --json runs/demo_with_faults.json
 
 ablation: $(READY) ## Train the tiny model with and without the response mask, and draw both (about half an hour)
 	mkdir -p runs

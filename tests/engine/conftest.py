@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,12 @@ from engine.subjects import SGLANG_SLOTS, TINY_MODEL, LetterTemplate, Subject, a
 from sglang_multiturn.engine.base import Engine, FinishReason, Generation, GenerationId, SamplingParams
 from sglang_multiturn.engine.scripted import ScriptedEngine
 from sglang_multiturn.engine.sglang_engine import SGLangEngine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These tests come last of all: SGLang's scheduler spins on a core for as long as it lives, whether asked or not."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: here in item.path.parents)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
