@@ -16,12 +16,6 @@ from sglang_multiturn.engine.scripted import ScriptedEngine
 from sglang_multiturn.engine.sglang_engine import SGLangEngine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These tests come last of all: SGLang's scheduler spins on a core for as long as it lives, whether asked or not."""
-    here = Path(__file__).parent
-    items.sort(key=lambda item: here in item.path.parents)
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def scripted_subject() -> AsyncIterator[Subject]:
     async with ScriptedEngine(LetterTemplate(), alphabet, max_running=SGLANG_SLOTS) as engine:
@@ -65,5 +59,6 @@ def engine(subject: Subject) -> Engine:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what starts engines of its own: beside the session's one, two would share a small machine."""
-    items.sort(key=lambda item: item.path.name != "test_sglang_process.py")
+    """Last of all, since SGLang's scheduler spins on a core for as long as it lives; what starts its own engines before."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: (here in item.path.parents, item.path.name != "test_sglang_process.py"))
