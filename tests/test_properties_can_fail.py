@@ -185,7 +185,7 @@ def test_a_cut_that_is_not_marked_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     def unmarked(text: str, template: HFChatTemplate, *, max_tokens: int, side: str) -> str | None:
         return text[: 2 * max_tokens] if len(template.encode_text(text)) > max_tokens else None
 
-    monkeypatch.setattr("sglang_multiturn.rollout.cut_text", unmarked)
+    monkeypatch.setattr("sglang_multiturn.answers.cut_text", unmarked)
     assert is_found("7: an answer was changed without a mark")
 
 

@@ -156,9 +156,8 @@ async def test_a_weight_of_an_unknown_tool_stops_a_run_before_it_starts() -> Non
     async with ScriptedEngine.playing(TEMPLATE, {"r": ["x"]}) as engine:
         with pytest.raises(ConfigError, match="tool 'ecko' is not configured; did you mean 'echo'"):
             context(engine, [RecordingTool()], config)
-        running = RolloutEngine(engine, template=TEMPLATE, tools=ToolRegistry([RecordingTool()]), config=config)
         with pytest.raises(ConfigError, match="tool 'ecko' is not configured"):
-            await running.run_all([])
+            RolloutEngine(engine, template=TEMPLATE, tools=ToolRegistry([RecordingTool()]), config=config)
 
 
 def test_the_old_weight_is_no_key_any_more_and_the_message_says_what_is() -> None:
