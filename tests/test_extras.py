@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +62,14 @@ def test_the_light_installation_rolls_out_without_any_of_them(tmp_path: Path) ->
     done = run_without(heavy, code)
     assert done.returncode == 0, done.stderr
     assert "1 in " in done.stderr
+
+
+def test_a_process_prepares_itself_for_sglang_though_its_parent_was_prepared() -> None:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
+    code = (
+        "from sglang_multiturn.cpu.sglang_kernels import prepare_on_cpu; prepare_on_cpu(); prepare_on_cpu(); "
+        "import sglang.srt.function_call.function_call_parser"
+    )
+    environment = os.environ | {"SGLANG_MULTITURN_CPU_STAND_IN": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

@@ -136,8 +136,8 @@ def test_a_module_that_cannot_be_imported_is_told_with_the_line_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    broken = tmp_path / "broken_tool.py"
-    start = f"FILE:2: class_name 'broken_tool.T': module 'broken_tool' cannot be imported: {broken}"
+    broken = tmp_path / "broken_on_import.py"
+    start = f"FILE:2: class_name 'broken_on_import.T': module 'broken_on_import' cannot be imported: {broken}"
     for text, said in [
         ("import math\nimport nowhere_to_be_found\n", ":2: No module named 'nowhere_to_be_found'"),
         ("from math import no_such_name\n", ":1: cannot import name 'no_such_name' from 'math'"),
@@ -146,7 +146,7 @@ def test_a_module_that_cannot_be_imported_is_told_with_the_line_that_fails(
         ("def f(:\n", ":1: SyntaxError: invalid syntax"),
     ]:
         broken.write_text(text)
-        assert said_of(yaml(tmp_path, entry("broken_tool.T"))).startswith(start + said)
+        assert said_of(yaml(tmp_path, entry("broken_on_import.T"))).startswith(start + said)
 
 
 def test_a_module_in_this_folder_is_told_that_it_is_on_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,14 @@ def declare_torchvision_operators() -> None:
 def prepare_on_cpu() -> None:
     """`prepare` where torch sees no accelerator: for a process that imports parts of sglang without an engine.
 
+    Safe to call twice, and in a process that inherited the environment of a prepared one but not its `sys.path`.
+
     Raises:
         ImportError: torch or sglang is not installed.
     """
     torch: Any = importlib.import_module("torch")
     if importlib.util.find_spec("sglang") is None:
         raise ImportError("sglang is not installed")
-    if not torch.cuda.is_available() and os.environ.get(_PREPARED) != "1":
+    if not torch.cuda.is_available():
         prepare()
+        prepare_spawned()
