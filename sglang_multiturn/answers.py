@@ -12,7 +12,7 @@ from sglang_multiturn.config import FailurePolicy, OnFailure, RolloutConfig, Too
 from sglang_multiturn.errors import CallFailedError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import ErrorRecord
-from sglang_multiturn.tools.session import CalcReward, NumberedCall, ToolAnswer
+from sglang_multiturn.tools.session import CalcReward, FailedCreate, NumberedCall, ToolAnswer
 from sglang_multiturn.trajectory import CallOutcome, ToolCallRecord
 
 FAILURES = frozenset(CallOutcome) - {CallOutcome.OK, CallOutcome.SKIPPED}
@@ -94,6 +94,12 @@ def ends_conversation(answers: Sequence[ToolAnswer], policy: FailurePolicy) -> b
         what = f"call {record.call_id} of tool {record.name[:100]!r} in turn {record.turn}"
         raise _failure(what, record.outcome, record.answer, failed.error)
     return "end" in said
+
+
+def refuse_failed_create(failed: FailedCreate | None, policy: FailurePolicy) -> None:
+    """Raises as `ends_conversation` does, where `on_failure` says `fail`; the first call of the tool tries again else."""
+    if failed is not None and _what_follows(policy, failed.outcome) == "fail":
+        raise _failure(f"{failed.name}.create", failed.outcome, failed.text, failed.error)
 
 
 def judgements(

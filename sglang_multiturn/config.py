@@ -185,6 +185,12 @@ class FaultConfig(BaseModel):
     seed: int = 0
     """The same seed, request and call give the same fault."""
 
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        if self.error_rate + self.hang_rate > 1:
+            raise ValueError("error_rate and hang_rate are parts of all calls and together at most 1")
+        return self
+
 
 class ToolSettings(BaseModel):
     """How calls of one tool are made: all keys of a `tools:` entry but the three that say what the tool is."""

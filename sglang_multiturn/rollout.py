@@ -17,7 +17,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_multiturn.answers import as_shown, count, ends_conversation, errors_in_a_row, judgements
+from sglang_multiturn.answers import (
+    as_shown,
+    count,
+    ends_conversation,
+    errors_in_a_row,
+    judgements,
+    refuse_failed_create,
+)
 from sglang_multiturn.chat.calls import BrokenCall, BrokenKind, ParsedCall, ParsedTurn
 from sglang_multiturn.chat.drift import DriftLog
 from sglang_multiturn.chat.parsing import ToolCallParser
@@ -169,7 +176,8 @@ class Rollout:
         self._schemas = self._context.tools.schemas(self._spec.tool_names)
         if too_long := self._history.begin(self._schemas):
             return too_long
-        await self._session.create_named()
+        for name in self._session.named:
+            refuse_failed_create(await self._session.create(name), self._config.on_failure)
         return RequestState.RUNNING
 
     # RUNNING

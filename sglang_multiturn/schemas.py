@@ -99,10 +99,11 @@ def plain_json(value: Any) -> Any:
     too deep or no valid text becomes its `repr`.
     """
     try:
-        return pydantic_core.from_json(pydantic_core.to_json(value, fallback=_plain, inf_nan_mode="strings"))
+        return pydantic_core.from_json(pydantic_core.to_json(value, fallback=json_fallback, inf_nan_mode="strings"))
     except ValueError:
         return repr(value)[:1000].encode("ascii", errors="backslashreplace").decode("ascii")
 
 
-def _plain(value: Any) -> Any:
+def json_fallback(value: Any) -> Any:
+    """Arrays and numbers of NumPy and the like as plain ones; anything else that JSON does not know as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

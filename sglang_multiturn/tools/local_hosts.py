@@ -77,8 +77,7 @@ class _LocalHost:
         return HostLeaks(live_instances=len(self._instances), left_behind=len(self._left_behind))
 
     async def aclose(self) -> None:
-        if self._left_behind:
-            logger.warning("%s: %d calls still run and were left behind", self._tool.name, len(self._left_behind))
+        """What was left behind cannot be ended; `leaks` tells of it."""
 
     async def _call(
         self,
@@ -215,8 +214,11 @@ async def _in_thread(
     try:
         result = await future
     except asyncio.CancelledError:
-        left_behind.add(future)
-        cancel()
+        if future.cancelled():
+            left_behind.add(future)
+            cancel()
+        elif future.exception() is None:  # it came in the very moment of the cancellation
+            late(future.result())
         raise
     return await _contained(result, what) if inspect.isawaitable(result) else result
 

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from sglang_multiturn.chat.parsing import BrokenCall, ParsedCall
 from sglang_multiturn.config import RolloutConfig, closest
-from sglang_multiturn.errors import CallFailedError, ConfigError, ToolDiedError, ToolError
+from sglang_multiturn.errors import ToolDiedError, ToolError
 from sglang_multiturn.request import AsyncRolloutRequest, ErrorRecord
 from sglang_multiturn.schemas import plain_text
 from sglang_multiturn.tools.agent_data import AgentData
@@ -73,6 +73,16 @@ class CalcReward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedCreate:
+    """Why an instance that the row names could not be made at the start."""
+
+    name: str
+    outcome: CallOutcome
+    text: str
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     """What came of one try of a call."""
 
@@ -101,6 +111,12 @@ class ToolSession:
         )
         self._calls_made: collections.Counter[str] = collections.Counter()
         self.offered = tuple(schema.name for schema in runtime.registry.schemas(spec.tool_names))
+        self.named = tuple(
+            name
+            for name in spec.tools_kwargs
+            if name in self.offered and runtime.tool(name).settings.instance_scope == "conversation"
+        )
+        """Tools that the dataset row names: made at the start, as verl's PR #1037 did; others on their first call."""
 
     @property
     def release_errors(self) -> Mapping[str, ErrorRecord]:
@@ -113,29 +129,14 @@ class ToolSession:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._instances.release_all()
 
-    async def create_named(self) -> None:
-        """Make instances of the tools the dataset row names, as verl's PR #1037 did; others on their first call.
-
-        One that cannot be made now is tried again at its first call, which tells the model.
-
-        Raises:
-            Exception: what `create` raised, where `on_failure` says that such a conversation fails.
-        """
-        for name in self._spec.tools_kwargs:
-            if name not in self.offered or self._runtime.tool(name).settings.instance_scope == "call":
-                continue
-            tool = self._runtime.tool(name)
-            await tool.host.start()
-            failed = await self._in_time(tool, self._instances.get(tool), lambda _: None)
-            if failed is None:
-                continue
-            if failed.error is not None and getattr(self._config.on_failure, failed.outcome) == "fail":
-                if failed.outcome is CallOutcome.RAISED:
-                    raise failed.error
-                raise CallFailedError(
-                    f"{name}.create: on_failure.{failed.outcome} is fail: {failed.text}"
-                ) from failed.error
-            logger.info("request %s: %s.create: %s", self._spec.request_id, name, failed.text)
+    async def create(self, name: str) -> FailedCreate | None:
+        """Make the instance of a tool in `named`. Raises nothing of the tool's; the first call of it tries again."""
+        tool = self._runtime.tool(name)
+        failed = await self._start(tool) or await self._in_time(tool, self._instances.get(tool), lambda _: None)
+        if failed is None:
+            return None
+        logger.info("request %s: %s.create: %s", self._spec.request_id, name, failed.text)
+        return FailedCreate(name=name, outcome=failed.outcome, text=failed.text, error=failed.error)
 
     async def execute(self, calls: Sequence[NumberedCall], turn: int) -> list[ToolAnswer]:
         """Answer every call of a turn, side by side; answers come in the order of the calls. Raises nothing of a tool's."""
@@ -224,9 +225,10 @@ class ToolSession:
     async def _attempt(self, tool: RunningTool, call_id: str, call: ParsedCall, number: int) -> _Attempt:
         """One try of a call, when the tool's limits let it begin; `number` is 0 for the first."""
         per_call = f"{call_id}-{number}" if tool.settings.instance_scope == "call" else None
+        if failed := await self._start(tool):
+            return failed
         asked = time.monotonic()
         try:
-            await tool.host.start()  # loading the tool is no part of a call's deadline
             async with tool.limiter.slot(None if tool.timeout_s is None else tool.timeout_s + _SLOT_GRACE_S):
                 self._metrics.tool_queue_s += time.monotonic() - asked
                 try:
@@ -234,10 +236,18 @@ class ToolSession:
                 finally:
                     if per_call is not None:
                         await to_its_end(self._instances.release(tool, per_call))
-        except ToolDiedError as error:  # whoever keeps the limits of the run, or the tool's processes
+        except ToolDiedError as error:  # whoever keeps the limits of the run
             return _failed(CallOutcome.DIED, error, str(error))
-        except ConfigError as error:
+
+    async def _start(self, tool: RunningTool) -> _Attempt | None:
+        """Load the tool where it runs, which is no part of a call's deadline; what went wrong, if anything did."""
+        try:
+            await tool.host.start()
+        except ToolDiedError as error:
+            return _failed(CallOutcome.DIED, error, str(error))
+        except Exception as error:  # noqa: BLE001 - a class that cannot be made, a system out of processes
             return _failed(CallOutcome.RAISED, error, "the tool cannot be made")
+        return None
 
     async def _run(
         self, tool: RunningTool, call_id: str, per_call: str | None, call: ParsedCall, number: int

@@ -155,6 +155,30 @@ async def test_an_instance_that_is_made_after_its_caller_has_gone_is_released() 
     assert host.leaks() == HostLeaks()
 
 
+async def test_an_instance_that_a_thread_makes_in_the_moment_of_the_cancellation_is_released() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    class Threaded(RecordingTool):
+        def create(self, instance_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+            began.set()
+            go_on.wait()
+            return "late"
+
+    tool = Threaded()
+    host = ThreadHost(tool)
+    task = asyncio.create_task(host.create("r", {}))
+    await asyncio.to_thread(began.wait)
+    (thread,) = (one for one in threading.enumerate() if one.name == "echo.create")
+    go_on.set()
+    thread.join()  # which holds up the event loop: what the thread made is delivered next, and right after it ...
+    asyncio.get_running_loop().call_soon(task.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await nothing_left_behind(host)
+    assert tool.log == [("release", "late", {})]
+    assert host.leaks() == HostLeaks()
+
+
 async def test_a_step_within_its_limit_is_left_alone() -> None:
     class Busy(RecordingTool):
         async def answer(self, parameters: dict[str, Any]) -> Any:

@@ -6,10 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+from pydantic import ValidationError
 from tools.virtual_time import run_virtual
 
 from sglang_multiturn import RolloutConfig, ScriptedEngine, ToolError, ToolRegistry, Trajectory, run_one
 from sglang_multiturn.config import FaultConfig, ToolSettings
+from sglang_multiturn.errors import ToolDiedError
 from sglang_multiturn.request import StopReason, ToolKwargs
 from sglang_multiturn.rollout import RolloutContext
 from sglang_multiturn.tools.faults import FaultPlan
@@ -234,3 +237,36 @@ def test_a_create_that_fails_is_told_and_tried_again_at_the_next_call() -> None:
     assert outcomes(trajectory) == [CallOutcome.TOOL_ERROR, CallOutcome.OK]
     assert tool.verbs == ["create", "create", "execute", "calc_reward", "release"]
     assert json.loads(trajectory.tool_calls[1].answer) == {}
+
+
+def test_faults_of_more_calls_than_there_are_make_no_sense() -> None:
+    with pytest.raises(ValidationError, match="together at most 1"):
+        FaultConfig(error_rate=0.6, hang_rate=0.5)
+    assert FaultConfig(error_rate=0.5, hang_rate=0.5).seed == 0
+
+
+@pytest.mark.parametrize("policy", ["tell", "fail"])
+def test_a_tool_that_cannot_be_loaded_where_it_runs_follows_the_policy(policy: str) -> None:
+    """Its host's `start` fails: at the start of a conversation that names it, and at each call."""
+
+    async def converse() -> Trajectory:
+        async with ScriptedEngine.playing(TEMPLATE, {"r": [call("echo"), "done"]}) as engine:
+            config = RolloutConfig.model_validate({"on_failure": {"died": policy}})
+            shared = context(engine, [RecordingTool()], config)
+            assert shared.tool_runtime is not None
+            running = shared.tool_runtime.tool("echo")
+            running.host.start = unreachable  # type: ignore[method-assign]
+            return await run_one(spec(tools_kwargs={"echo": ToolKwargs()}), shared)
+
+    async def unreachable() -> None:
+        raise ToolDiedError("its node is gone")
+
+    trajectory = run_virtual(converse())
+    if policy == "fail":
+        assert trajectory.error is not None
+        assert trajectory.error.message.startswith(
+            "echo.create went wrong and on_failure.died is fail: Error: its node"
+        )
+    else:
+        assert [(r.outcome, r.answer) for r in trajectory.tool_calls] == [(CallOutcome.DIED, "Error: its node is gone")]
+        assert trajectory.stop_reason is StopReason.ANSWERED

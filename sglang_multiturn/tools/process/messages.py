@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import pydantic_core
 from pydantic import Field, TypeAdapter
 
+from sglang_multiturn.schemas import json_fallback
 from sglang_multiturn.tools.signatures import Verb
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -193,7 +194,7 @@ REPLY: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="ki
 
 def encode(message: Load | Spawn | Kill | Loaded | NotLoaded | Ended | Call | Reply) -> bytes:
     """JSON; arrays become lists, and what JSON does not know becomes text. Raises ValueError for what cannot be written."""
-    return pydantic_core.to_json(message, fallback=_plain, inf_nan_mode="constants")
+    return pydantic_core.to_json(message, fallback=json_fallback, inf_nan_mode="constants")
 
 
 def encode_frame(message: Call | Reply) -> bytes:
@@ -215,7 +216,3 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     if length > MAX_MESSAGE_BYTES:
         raise MessageTooLongError(f"{length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     return await reader.readexactly(length)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
