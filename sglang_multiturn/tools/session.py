@@ -30,6 +30,7 @@ from sglang_multiturn.tools.blocking import ToolOverdueError
 from sglang_multiturn.tools.host import ToolReply
 from sglang_multiturn.tools.instances import Instance, Instances, to_its_end
 from sglang_multiturn.tools.runtime import RunningTool, ToolRuntime
+from sglang_multiturn.tools.signatures import takes_agent_data
 from sglang_multiturn.trajectory import CallOutcome, ToolCallRecord
 
 logger = logging.getLogger(__name__)
@@ -104,11 +105,6 @@ class ToolSession:
         self._config = config
         self._metrics = request.metrics
         self._instances = Instances(spec, request.metrics, release_timeout_s=config.release_timeout_s)
-        self._agent_data = AgentData(
-            request_id=spec.request_id,
-            tools_kwargs={name: row.as_verl() for name, row in spec.tools_kwargs.items()},
-            interaction_kwargs=dict(spec.extra_info.get("interaction_kwargs") or {}),
-        )
         self._calls_made: collections.Counter[str] = collections.Counter()
         self.offered = tuple(schema.name for schema in runtime.registry.schemas(spec.tool_names))
         self.named = tuple(
@@ -117,6 +113,7 @@ class ToolSession:
             if name in self.offered and runtime.tool(name).settings.instance_scope == "conversation"
         )
         """Tools that the dataset row names: made at the start, as verl's PR #1037 did; others on their first call."""
+        self._agent_data = self._new_agent_data()
 
     @property
     def release_errors(self) -> Mapping[str, ErrorRecord]:
@@ -151,7 +148,8 @@ class ToolSession:
                 if refused is None
             }
         made = [tasks[at].result() if answer is None else answer for at, answer in enumerate(answers)]
-        self._agent_data.tool_rewards += [answer.record.reward for answer in made]
+        if self._agent_data is not None:
+            self._agent_data.tool_rewards += [answer.record.reward for answer in made]
         return made + [_refused(call, turn, CallOutcome.SKIPPED, skipped) for call in calls[limit:]]
 
     async def calc_rewards(self) -> list[CalcReward]:
@@ -163,8 +161,21 @@ class ToolSession:
             tasks = [group.create_task(self._calc_reward(instance)) for instance in self._instances.kept()]
         return [task.result() for task in tasks]
 
+    def _new_agent_data(self) -> AgentData | None:
+        """None where no tool of this conversation would look at it: keeping it costs a copy of every message."""
+        entries = map(self._runtime.registry.entry, self.offered)
+        if all(entry.tool is not None and not takes_agent_data(entry.tool.execute) for entry in entries):
+            return None
+        return AgentData(
+            request_id=self._spec.request_id,
+            tools_kwargs={name: row.as_verl() for name, row in self._spec.tools_kwargs.items()},
+            interaction_kwargs=dict(self._spec.extra_info.get("interaction_kwargs") or {}),
+        )
+
     def _tell_agent_data(self, turn: int) -> None:
         data, messages = self._agent_data, self._request.messages
+        if data is None:
+            return
         data.messages += [message.for_template() for message in messages[len(data.messages) :]]
         data.assistant_turns = turn + 1
         data.user_turns = self._metrics.tool_turns + self._metrics.user_turns
