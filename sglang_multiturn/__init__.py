@@ -48,12 +48,13 @@ if TYPE_CHECKING:
     from sglang_multiturn.chat.byte_chatml import ByteChatML
     from sglang_multiturn.chat.hf_template import HFChatTemplate
     from sglang_multiturn.config import RolloutConfig
+    from sglang_multiturn.context import RolloutContext
     from sglang_multiturn.engine.base import Engine, FinishReason, Generation, GenerationId, SamplingParams
     from sglang_multiturn.engine.scripted import ScriptedEngine, ScriptedTurn
     from sglang_multiturn.engine.sglang_engine import SGLangEngine
     from sglang_multiturn.errors import SglangMultiturnError, ToolError
     from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
-    from sglang_multiturn.rollout import RolloutContext, run_one
+    from sglang_multiturn.rollout import run_one
     from sglang_multiturn.runner import RolloutEngine
     from sglang_multiturn.schemas import Message
     from sglang_multiturn.tokens import TokenLedger

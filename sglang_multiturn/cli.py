@@ -100,10 +100,16 @@ def rollout(
     trajectories = _prepare_out(out, overwrite)
     template = _template(model, engine)
     live, specs_in_order = _engine(engine, model, template, script, registry, specs, seed)
-    rollouts = RolloutEngine(
-        live, template=template, tools=registry, config=config, reward_fn=load_reward_fn(reward) if reward else None
-    )
-    finished = asyncio.run(_roll_out(rollouts, specs_in_order, len(specs), trajectories))
+    with JournalWriter(trajectories) as journal:
+        rollouts = RolloutEngine(
+            live,
+            template=template,
+            tools=registry,
+            config=config,
+            reward_fn=load_reward_fn(reward) if reward else None,
+            journal=journal,
+        )
+        finished = asyncio.run(_roll_out(rollouts, specs_in_order, len(specs)))
     summary = {**finished.summary.to_dict(), "wall_s": finished.wall_s}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     _print_summary(finished, trajectories)
@@ -115,13 +121,12 @@ class _Finished:
     wall_s: float
 
 
-async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total: int, trajectories: Path) -> _Finished:
+async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total: int) -> _Finished:
     summary = RunSummary()
-    with JournalWriter(trajectories) as journal, _progress(total) as advance:
+    with _progress(total) as advance:
         async with rollouts:
             started = time.monotonic()
             async for trajectory in rollouts.run(specs):
-                journal.write(trajectory)
                 summary.add(trajectory)
                 advance(summary)
             summary.held = rollouts.held_by_tools()

@@ -121,6 +121,11 @@ class RolloutConfig(BaseModel):
     engine_retries: int = Field(default=1, ge=0)
     """How often a generation that the engine failed or aborted by itself is asked again."""
 
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Standalone only: how many weight versions the oldest token may be behind the weights now serving; None is no limit."""
+    stale: Literal["train", "mask", "drop", "restart"] = "train"
+    """Standalone only: rollouts with older tokens. `mask` clears those tokens, `restart` begins anew what was suspended."""
+
     overlong: Policy = "train"
     """Rollouts that ran into a limit of turns or tokens."""
     timeout: Policy = "drop"

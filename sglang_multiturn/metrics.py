@@ -49,6 +49,8 @@ class RolloutMetrics:
     cut_tool_results: int = 0
     """Tool answers cut to the most tokens a result may have."""
     engine_retries: int = 0
+    suspensions: int = 0
+    """How often it was suspended."""
     new_rows: int = 0
     """Rows beyond the first, begun by `history: split`."""
     refused_rows: int = 0

@@ -8,8 +8,10 @@ that conversation while it runs: the spec, the state and the tokens it owns. `st
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -160,6 +162,8 @@ class RequestSpec:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     validate: bool = False
     """Whether this is an evaluation rollout rather than a training one."""
+    step: int = 0
+    """The training step it was asked for; 0 where there is none."""
 
     @property
     def digest(self) -> str:
@@ -201,9 +205,18 @@ class ErrorRecord:
 class AsyncRolloutRequest:
     """One conversation while it runs."""
 
-    def __init__(self, spec: RequestSpec) -> None:
+    def __init__(self, spec: RequestSpec, *, restarts: int = 0, first_attempt: int = 0) -> None:
         self.spec = spec
         self.state = RequestState.PENDING
+        self.suspended_in: RequestState | None = None
+        """Where it goes on; None while it is not suspended."""
+        self.waiting_for = ""
+        """What it waits for at this moment, for people to read."""
+        self.waiting_since_s = time.time()
+        self.restarts = restarts
+        """How often it was begun anew because its tokens had become too old."""
+        self.first_attempt = self.attempts = first_attempt
+        """Number of the first generation of each turn, and one above the highest so far: no `rid` comes twice."""
         self.stop_reason: StopReason | None = None
         self.error: ErrorRecord | None = None
         self.rows = [TokenLedger()]
@@ -244,9 +257,31 @@ class AsyncRolloutRequest:
             )
         self.state = to
 
+    def suspend(self) -> None:
+        """Enter SUSPENDED and remember where it was. Raises InvalidTransitionError."""
+        before = self.state
+        self.transition(RequestState.SUSPENDED)
+        self.suspended_in = before
+
+    def resume(self) -> None:
+        """Go back to where it was suspended. Raises InvalidTransitionError."""
+        self.transition(self.suspended_in or RequestState.PENDING)
+        self.suspended_in = None
+
+    def wait_for(self, what: str) -> None:
+        """Note what it waits for, and since when."""
+        self.waiting_for, self.waiting_since_s = what, time.time()
+
     def finish(self, stop_reason: StopReason, error: BaseException | None = None) -> RequestState:
         """Enter the final state of `stop_reason` and return it."""
         self.transition(final_state(stop_reason))
         self.stop_reason = stop_reason
         self.error = None if error is None else ErrorRecord.of(error)
         return self.state
+
+
+def begun_anew(request: AsyncRolloutRequest) -> AsyncRolloutRequest:
+    """The same request from its start: its tokens are gone, what they cost is still counted."""
+    again = AsyncRolloutRequest(request.spec, restarts=request.restarts + 1, first_attempt=request.attempts)
+    again.metrics.add(dataclasses.replace(request.metrics, assistant_turns=0, user_turns=0, tool_turns=0))
+    return again

@@ -15,64 +15,39 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sglang_multiturn.answers import (
     as_shown,
     count,
     ends_conversation,
     errors_in_a_row,
-    judgements,
     refuse_failed_create,
 )
 from sglang_multiturn.chat.calls import BrokenCall, BrokenKind, ParsedCall, ParsedTurn
-from sglang_multiturn.chat.drift import DriftLog
-from sglang_multiturn.chat.parsing import ToolCallParser
-from sglang_multiturn.chat.template import ChatTemplate
-from sglang_multiturn.config import RolloutConfig
-from sglang_multiturn.engine.base import FinishReason, Generation, Generator
-from sglang_multiturn.generation import generate_turn
-from sglang_multiturn.history import History, check_template
-from sglang_multiturn.interactions.base import Done, Interaction
-from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
-from sglang_multiturn.rewards import RewardFn, call_reward_fn, check_weights, combine
+from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.engine.base import FinishReason
+from sglang_multiturn.errors import EngineError
+from sglang_multiturn.generation import ABORT_GRACE_S, SampledTurn, TurnSampler
+from sglang_multiturn.history import History
+from sglang_multiturn.interactions.base import Done
+from sglang_multiturn.judging import judge
+from sglang_multiturn.request import (
+    AsyncRolloutRequest,
+    Disposition,
+    RequestSpec,
+    RequestState,
+    StopReason,
+    begun_anew,
+)
 from sglang_multiturn.schemas import FunctionCall, Message, ToolCall, ToolSchema
+from sglang_multiturn.staleness import disposition, stale_before
+from sglang_multiturn.suspension import Clock, Gate
 from sglang_multiturn.tokens import Origin
-from sglang_multiturn.tools.registry import ToolRegistry
-from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.tools.session import NumberedCall, ToolAnswer, ToolSession
 from sglang_multiturn.trajectory import Rewards, ToolCallRecord, Trajectory
+from sglang_multiturn.turns import before_stop, call_id, waiting_words
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext:
-    """What a conversation needs and many share."""
-
-    generator: Generator
-    template: ChatTemplate
-    tools: ToolRegistry
-    parser: ToolCallParser
-    config: RolloutConfig
-    max_model_len: int
-    reward_fn: RewardFn | None = None
-    interaction: Interaction | None = None
-    drift_log: DriftLog = field(default_factory=DriftLog)
-    tool_runtime: ToolRuntime | None = None
-    """What the tools run in; None makes one of `tools`. Whoever gives one closes it."""
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError: a reward's weight is wrong; TemplateError: the template cannot show what tools or users say."""
-        check_weights(self.config, self.tools.names)
-        if self.tool_runtime is None:
-            object.__setattr__(self, "tool_runtime", ToolRuntime(self.tools, self.config))
-        check_template(self.template, self.tools, self.interaction)
-
-
-def call_id(turn: int, index: int) -> str:
-    """The id of a turn's call: nine letters and digits (Mistral's template takes no others), unique, readable."""
-    return f"call{turn:02d}{index:03d}" if turn < 100 and index < 1000 else f"{turn:04x}i{index:04x}"
 
 
 async def run_one(spec: RequestSpec, context: RolloutContext) -> Trajectory:
@@ -87,27 +62,36 @@ class _Turn:
     calls: list[NumberedCall] = field(default_factory=list)
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string: what is parsed. The ledger keeps every id that was sampled."""
-    return text[: min((at for stop in stops if stop and (at := text.find(stop)) >= 0), default=len(text))]
+class _BeginAnewError(Exception):
+    """What has been sampled is too old to go on with."""
 
 
 class Rollout:
-    """One conversation. `run` once; `abort` at any time from the same event loop."""
+    """One conversation. `run` once; `abort`, `suspend` and `resume` at any time from the same event loop."""
 
     def __init__(self, spec: RequestSpec, context: RolloutContext) -> None:
-        self.request = AsyncRolloutRequest(spec)
         self._spec = spec
         self._context = context
         self._config = context.config
+        self._clock = Clock(self._config.rollout_timeout_s)
+        self._gate = Gate()
+        self._abort_requested = False
+        self._over = False
+        """Whether it is being scored, or ended altogether: nothing of it reaches the engine any more."""
+        self._begin_with(AsyncRolloutRequest(spec))
+
+    def _begin_with(self, request: AsyncRolloutRequest) -> None:
+        context = self._context
+        self.request = request
         self._schemas: list[ToolSchema] = []
-        self._history = History(self.request, context.template, self._config, context.max_model_len)
+        self._history = History(request, context.template, self._config, context.max_model_len)
+        self._sampler = TurnSampler(context.generator, request, self._passed, self._gate, self._config.engine_retries)
         self._turn = _Turn()
         self._broken_turns: set[int] = set()
         self._records: list[ToolCallRecord] = []
         self._session: ToolSession | None = None
-        self._clock: asyncio.Timeout | None = None
-        self._abort_requested = False
+        if self._gate.is_closed:
+            request.suspend()
 
     def abort(self) -> None:
         """End this conversation as `aborted`; its generation is aborted and acknowledged first.
@@ -115,46 +99,96 @@ class Rollout:
         One that has ended already and is being scored keeps its own stop_reason.
         """
         self._abort_requested = True
-        if self._clock is not None and not self._clock.expired():  # which a second abort would find it to be
-            self._clock.reschedule(asyncio.get_running_loop().time())
+        self._clock.expire()
+
+    async def suspend(self) -> None:
+        """Set this conversation aside; when this returns, nothing of it is in the engine. `resume` lets it go on.
+
+        A generation ends with what it has sampled, which is kept; a tool call goes on, and its answer waits. The time of
+        `rollout_timeout_s` stands still, a tool's own does not. One that is over and being scored is left alone.
+
+        Raises:
+            EngineError: the engine did not acknowledge the generation's end.
+        """
+        if not self._over and not self._gate.is_closed:
+            self._gate.close()
+            self._clock.stop()
+            self.request.suspend()
+            self.request.metrics.suspensions += 1
+        try:
+            async with asyncio.timeout(ABORT_GRACE_S):
+                await self._context.generator.abort(self.request.request_id)
+                await self._gate.idle()
+        except TimeoutError as error:
+            raise EngineError(
+                f"request {self.request.request_id}: its generation did not end within {ABORT_GRACE_S:g} s of its suspension"
+            ) from error
+
+    def resume(self) -> None:
+        """Let a suspended conversation go on where it was."""
+        if not self._gate.is_closed:
+            return
+        if self.request.state is RequestState.SUSPENDED:
+            self.request.resume()
+            self._clock.go_on()
+        self._gate.open()
 
     async def run(self) -> Trajectory:
         """The whole conversation."""
         started = time.monotonic()
-        stop_reason, error, rewards = StopReason.ERROR, None, Rewards()
-        try:
-            runtime = self._context.tool_runtime
-            assert runtime is not None  # the context made one
-            self._session = ToolSession(self.request, runtime, self._config)
-            async with self._session:
-                stop_reason = await self._converse_in_time()
-                if stop_reason is not StopReason.ABORTED:
-                    self._history.check_drift(self._context.drift_log, self._broken_turns)
-                    rewards = await self._judge(stop_reason)
-        except (Exception, SystemExit, asyncio.CancelledError) as caught:  # the one boundary: a bad rollout is data
-            task = asyncio.current_task()
-            if isinstance(caught, asyncio.CancelledError) and (task is None or task.cancelling()):
-                raise
-            logger.warning("request %s failed: %r", self._spec.request_id, caught)
-            stop_reason, error, rewards = StopReason.ERROR, caught, Rewards()
+        while True:
+            try:
+                stop_reason, error, rewards = await self._run_once()
+                break
+            except _BeginAnewError:
+                self._begin_with(begun_anew(self.request))
         self.request.finish(stop_reason, error)
         self.request.metrics.total_s = time.monotonic() - started
         return self._trajectory(stop_reason, rewards)
 
-    async def _converse_in_time(self) -> StopReason:
-        clock = asyncio.timeout(self._config.rollout_timeout_s)
+    async def _run_once(self) -> tuple[StopReason, BaseException | None, Rewards]:
         try:
-            async with clock:
-                self._clock = clock
-                return StopReason.ABORTED if self._abort_requested else await self._converse()
+            runtime = self._context.tool_runtime
+            assert runtime is not None  # the context made one
+            self._session = ToolSession(self.request, runtime, self._config)
+            rewards = Rewards()
+            async with self._session:
+                stop_reason = await self._converse_in_time()
+                self._over = True
+                if stop_reason is not StopReason.ABORTED:
+                    self._history.check_drift(self._context.drift_log, self._broken_turns)
+                    rewards = await self._judge(stop_reason)
+            return stop_reason, None, rewards
+        except _BeginAnewError:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as caught:  # the one boundary: a bad rollout is data
+            task = asyncio.current_task()
+            if isinstance(caught, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
+            self._over = True
+            logger.warning("request %s failed: %r", self._spec.request_id, caught)
+            return StopReason.ERROR, caught, Rewards()
+
+    async def _converse_in_time(self) -> StopReason:
+        if self._abort_requested:
+            return StopReason.ABORTED
+        try:
+            async with self._clock.running():
+                return await self._converse()
         except TimeoutError:
             if self._abort_requested:
                 return StopReason.ABORTED
-            if clock.expired():
+            if self._clock.has_expired:
                 return StopReason.TIMEOUT
             raise
-        finally:
-            self._clock = None
+
+    async def _passed(self) -> None:
+        """Wait while this conversation is suspended. Raises _BeginAnewError: what it has is too old to go on with."""
+        if not self._gate.is_closed:
+            return
+        await self._gate.passed()
+        if self._config.stale == "restart" and self._stale_before() is not None:
+            raise _BeginAnewError
 
     async def _converse(self) -> StopReason:
         handlers: Mapping[RequestState, Callable[[], Awaitable[RequestState | StopReason]]] = {
@@ -164,7 +198,9 @@ class Rollout:
             RequestState.INTERACTING: self._interact,
         }
         while True:
+            await self._passed()
             step = await handlers[self.request.state]()
+            await self._passed()
             if isinstance(step, StopReason):
                 return step
             self.request.transition(step)
@@ -177,6 +213,7 @@ class Rollout:
         if too_long := self._history.begin(self._schemas):
             return too_long
         for name in self._session.named:
+            self.request.wait_for(f"tool {name} to be created")
             refuse_failed_create(await self._session.create(name), self._config.on_failure)
         return RequestState.RUNNING
 
@@ -207,14 +244,14 @@ class Rollout:
         last = self.request.ledger.segments[-1]
         return self._context.template.decode(last.ids) if last.origin is Origin.BOUNDARY else None
 
-    async def _sample(self, turn: int, max_new_tokens: int) -> Generation:
+    async def _sample(self, turn: int, max_new_tokens: int) -> SampledTurn:
         params = dataclasses.replace(
             self._spec.sampling,
             max_new_tokens=max_new_tokens,
             stop_token_ids=tuple({*self._spec.sampling.stop_token_ids, *self._context.template.stop_token_ids}),
         )
-        retries = self._config.engine_retries
-        return await generate_turn(self._context.generator, self.request, params, turn=turn, retries=retries)
+        self.request.wait_for("the engine")
+        return await self._sampler.sample(params, turn=turn)
 
     def _cut_turn(self, parsed: ParsedTurn, turn: int) -> RequestState | StopReason:
         """A turn that ended by length: no call is made; the model is told when the budget lets it go on."""
@@ -251,6 +288,7 @@ class Rollout:
         request = self.request
         turn = request.metrics.assistant_turns - 1
         calls = self._turn.calls
+        request.wait_for(waiting_words(calls))
         answers = [self._noted(*one) for one in zip(await self._session.execute(calls, turn), calls, strict=True)]
         request.metrics.tool_turns += 1
         self._count(answers)
@@ -288,6 +326,7 @@ class Rollout:
 
     async def _interact(self) -> RequestState | StopReason:
         assert self._context.interaction is not None
+        self.request.wait_for("the user")
         said = await self._context.interaction.respond(self._spec.request_id, tuple(self.request.messages))
         if isinstance(said, Done):
             return said.reason
@@ -322,61 +361,23 @@ class Rollout:
     # The end
 
     async def _judge(self, stop_reason: StopReason) -> Rewards:
-        """Ask every tool for its `calc_reward` and the reward function for its score."""
         assert self._session is not None
-        metrics, scored = self.request.metrics, self._disposition(stop_reason) is not Disposition.DROP
-        started = time.monotonic()
-        try:
-            said = await self._session.calc_rewards()
-            calc_rewards, calc_errors = judgements(said, self._config.on_failure, metrics)
-            score: float | None = None
-            extra: dict[str, Any] = {}
-            if self._context.reward_fn is not None and scored:
-                tool_rewards = tuple(record.reward for record in self._records)
-                score, extra = await call_reward_fn(
-                    self._context.reward_fn,
-                    data_source=self._spec.data_source,
-                    solution_str=self._own_words(),
-                    ground_truth=self._spec.ground_truth,
-                    extra_info=self._scorer_info(stop_reason, tool_rewards, calc_rewards),
-                    timeout_s=self._config.reward_timeout_s,
-                )
-            return combine(
-                self._config,
-                score=score,
-                calls=self._records,
-                calc_rewards=calc_rewards,
-                calc_errors=calc_errors,
-                extra=extra,
-                scored=scored,
-            )
-        finally:
-            metrics.reward_s += time.monotonic() - started
+        return await judge(
+            self.request,
+            self._session,
+            self._records,
+            template=self._context.template,
+            config=self._config,
+            reward_fn=self._context.reward_fn,
+            stop_reason=stop_reason,
+            scored=disposition(self._config, stop_reason, self._stale_before()) is not Disposition.DROP,
+        )
 
-    def _own_words(self) -> str:
-        """What the model sampled, turn by turn, and nothing anyone else said."""
-        sampled = (s for row in self.request.rows for s in row.segments if s.origin is Origin.SAMPLED)
-        return "\n".join(self._context.template.decode(segment.ids) for segment in sampled)
-
-    def _scorer_info(
-        self, stop_reason: StopReason, tool_rewards: tuple[float, ...], calc_rewards: dict[str, float]
-    ) -> dict[str, Any]:
-        return {
-            **self._spec.extra_info,
-            "request_id": self._spec.request_id,
-            "stop_reason": stop_reason.value,
-            "messages": [message.for_template() for message in self.request.messages],
-            "full_text": "\n".join(self._context.template.decode(row.response_ids) for row in self.request.rows),
-            "tool_rewards": list(tool_rewards),
-            "calc_rewards": calc_rewards,
-            "num_turns": self.request.metrics.assistant_turns,
-        }
-
-    def _disposition(self, stop_reason: StopReason) -> Disposition:
-        return self._config.disposition(stop_reason)
+    def _stale_before(self) -> int | None:
+        return stale_before(self.request, self._config, self._context.weight_version())
 
     def _trajectory(self, stop_reason: StopReason, rewards: Rewards) -> Trajectory:
-        request, spec = self.request, self._spec
+        request, spec, stale = self.request, self._spec, self._stale_before()
         return Trajectory(
             request_id=spec.request_id,
             uid=spec.uid,
@@ -384,7 +385,8 @@ class Rollout:
             input_index=spec.input_index,
             state=request.state,
             stop_reason=stop_reason,
-            disposition=self._disposition(stop_reason),
+            disposition=disposition(self._config, stop_reason, stale),
+            stale_before=stale if self._config.stale == "mask" else None,
             segments=tuple(segment for row in request.rows for segment in row.segments),
             turns=tuple(record for row in request.rows for record in row.turns),
             messages=tuple(request.messages),
@@ -398,5 +400,7 @@ class Rollout:
             data_source=spec.data_source,
             ground_truth=spec.ground_truth,
             validate=spec.validate,
+            step=spec.step,
+            restarts=request.restarts,
             spec_digest=spec.digest,
         )

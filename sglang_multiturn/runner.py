@@ -10,20 +10,22 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.context import RolloutContext
 from sglang_multiturn.engine.base import Engine
 from sglang_multiturn.errors import BatchFailedError, EngineDiedError
 from sglang_multiturn.history import check_template
 from sglang_multiturn.interactions.base import Interaction
-from sglang_multiturn.request import RequestSpec, RequestState
+from sglang_multiturn.journal import JournalWriter
+from sglang_multiturn.request import AsyncRolloutRequest, RequestSpec, RequestState
 from sglang_multiturn.rewards import RewardFn, check_weights
-from sglang_multiturn.rollout import Rollout, RolloutContext
+from sglang_multiturn.rollout import Rollout
 from sglang_multiturn.tools.host import HostLeaks
 from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.tools.runtime import ToolRuntime
@@ -46,8 +48,11 @@ class RolloutEngine:
         parser: ToolCallParser | None = None,
         reward_fn: RewardFn | None = None,
         interaction: Interaction | None = None,
+        journal: JournalWriter | None = None,
     ) -> None:
-        """Raises TemplateError: the template could never show what tools or users will say; ConfigError: a wrong weight."""
+        """Roll out on `engine`. `journal`: what every trajectory is written to before anyone is told; its owner closes it.
+
+        Raises TemplateError: the template could never show what tools or users will say; ConfigError: a wrong weight."""
         self.engine = engine
         self.template = template
         self.tools = tools or ToolRegistry()
@@ -58,7 +63,10 @@ class RolloutEngine:
         self._reward_fn = reward_fn
         self._interaction = interaction
         self._runtime = ToolRuntime(self.tools, self.config)
+        self._journal = journal
         self._rollouts: dict[str, Rollout] = {}
+        self._all_suspended = False
+        self._suspended: set[str] = set()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -117,6 +125,60 @@ class RolloutEngine:
         for rollout in self._rollouts.values():
             rollout.abort()
 
+    def in_flight(self) -> tuple[AsyncRolloutRequest, ...]:
+        """The requests that run at this moment, suspended ones too; to be read, not changed."""
+        return tuple(rollout.request for rollout in list(self._rollouts.values()))
+
+    async def suspend(self, request_ids: Iterable[str] | None = None) -> None:
+        """Set conversations aside at whatever point they are, and return when nothing of them is in the engine.
+
+        What was sampled is kept with its log-probabilities and weight version. Tool calls go on, and their answers wait.
+
+        Args:
+            request_ids: which; None is all, and those that would begin meanwhile wait as well. An id that does not run
+                yet begins suspended.
+
+        Raises:
+            EngineError: the engine did not end a generation, or is gone.
+        """
+        if request_ids is None:
+            self._all_suspended = True
+            chosen = list(self._rollouts.values())
+        else:
+            named = set(request_ids)
+            self._suspended |= named
+            chosen = [rollout for name, rollout in self._rollouts.items() if name in named]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for rollout in chosen:
+                    group.create_task(rollout.suspend())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    def resume(self, request_ids: Iterable[str] | None = None) -> None:
+        """Let suspended conversations go on where they were; None is all of them."""
+        if request_ids is None:
+            self._all_suspended = False
+            self._suspended.clear()
+        else:
+            self._suspended -= set(request_ids)
+        for name, rollout in self._rollouts.items():
+            if not self._is_suspended(name):
+                rollout.resume()
+
+    @asynccontextmanager
+    async def suspended(self, request_ids: Iterable[str] | None = None) -> AsyncIterator[None]:
+        """`suspend` and, whatever happens in the body, `resume`: the place to update weights in."""
+        named = None if request_ids is None else list(request_ids)
+        try:
+            await self.suspend(named)
+            yield
+        finally:
+            self.resume(named)
+
+    def _is_suspended(self, request_id: str) -> bool:
+        return self._all_suspended or request_id in self._suspended
+
     async def _pump(
         self, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None], context: RolloutContext
     ) -> None:
@@ -142,9 +204,15 @@ class RolloutEngine:
         while spec is not None:
             rollout = self._rollouts[spec.request_id] = Rollout(spec, context)
             try:
-                await results.put(await rollout.run())
+                if self._is_suspended(spec.request_id):
+                    await rollout.suspend()
+                trajectory = await rollout.run()
             finally:
                 del self._rollouts[spec.request_id]
+                self._suspended.discard(spec.request_id)
+            if self._journal is not None:
+                self._journal.write(trajectory)
+            await results.put(trajectory)
             spec = next(specs, None)
 
     def _context(self) -> RolloutContext:
@@ -157,6 +225,7 @@ class RolloutEngine:
             max_model_len=self.engine.info.max_model_len,
             reward_fn=self._reward_fn,
             interaction=self._interaction,
+            weight_version=lambda: self.engine.weight_version,
             tool_runtime=self._runtime,
         )
 

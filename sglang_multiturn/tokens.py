@@ -80,6 +80,8 @@ class Segment:
     logprobs: Logprobs | None = None
     """One a token (float32) for sampled ones when the engine kept them; None for every other origin."""
     weight_version: int | None = None
+    min_weight_version: int | None = None
+    """Set where the weights changed somewhere in these tokens: the oldest; `weight_version` is the newest."""
     call_id: str | None = None
     """The tool call these tokens answer."""
 
@@ -87,10 +89,20 @@ class Segment:
         if self.logprobs is not None and len(self.logprobs) != len(self.ids):
             raise LedgerError(f"turn {self.turn}: {len(self.ids)} token ids but {len(self.logprobs)} log-probabilities")
 
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """Of all weights that may have sampled these tokens."""
+        return self.weight_version if self.min_weight_version is None else self.min_weight_version
+
+    def is_older_than(self, weight_version: int | None) -> bool:
+        """Whether some of it may have been sampled by weights before `weight_version`; None is before all."""
+        oldest = self.oldest_weight_version
+        return weight_version is not None and oldest is not None and oldest < weight_version
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """What one generation was given and how it ended."""
+    """What one generation was given and how it ended. A turn that was suspended has several, one after the other."""
 
     turn: int
     input_tokens: int
@@ -144,6 +156,7 @@ class TokenLedger:
             ids=array("i", generation.token_ids),
             logprobs=logprobs,
             weight_version=generation.weight_version,
+            min_weight_version=generation.min_weight_version,
         )
         record = TurnRecord(
             turn=turn,
@@ -197,11 +210,16 @@ class TokenLedger:
         """All ids after the prompt."""
         return _ids_of(self._response_segments())
 
-    def response_mask(self, *, cleared: bool = False) -> list[int]:
-        """1 on sampled tokens, 0 elsewhere; all 0 when a policy cleared it."""
+    def response_mask(self, *, cleared: bool = False, stale_before: int | None = None) -> list[int]:
+        """1 on sampled tokens, 0 elsewhere.
+
+        Args:
+            cleared: a policy cleared all of it.
+            stale_before: 0 too on what weights older than this version sampled.
+        """
         mask: list[int] = []
         for segment in self._response_segments():
-            trained = segment.origin is Origin.SAMPLED and not cleared
+            trained = segment.origin is Origin.SAMPLED and not cleared and not segment.is_older_than(stale_before)
             mask.extend([int(trained)] * len(segment.ids))
         return mask
 
@@ -257,6 +275,16 @@ class TokenLedger:
             if segment.origin is Origin.SAMPLED and len(segment.ids):
                 end = position
         return end
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """Of all weights that sampled for this row; None where none is known."""
+        versions = [segment.oldest_weight_version for segment in self._segments if len(segment.ids)]
+        return min((version for version in versions if version is not None), default=None)
+
+    def has_turn(self, turn: int) -> bool:
+        """Whether something of this turn was sampled here already."""
+        return bool(self._turns) and self._turns[-1].turn == turn
 
     def turn_end(self, turn: int) -> int | None:
         """Response index of the last token sampled in `turn`; None when it sampled none."""
@@ -319,6 +347,9 @@ class TokenLedger:
         for segment, following in itertools.pairwise(self._segments):
             if segment.origin is not Origin.SAMPLED:
                 continue
+            if following.origin is Origin.SAMPLED:
+                self._check_continued(segment, following, end_ids)
+                continue
             last = segment.ids[-1] if len(segment.ids) else None
             first = following.ids[0] if following.origin is Origin.BOUNDARY else None
             if last in end_ids and last == first:
@@ -328,6 +359,14 @@ class TokenLedger:
                     f"turn {segment.turn}: an end-of-turn id {sorted(end_ids)} stands nowhere, "
                     f"neither as its last id {last} nor as the first that follows, {first}"
                 )
+
+    @staticmethod
+    def _check_continued(segment: Segment, following: Segment, end_ids: Collection[int]) -> None:
+        """A turn that was suspended goes on where it was: the same turn, and one that had not ended."""
+        if segment.turn != following.turn:
+            raise LedgerError(f"turn {following.turn}: nothing stands between it and turn {segment.turn}")
+        if len(segment.ids) and segment.ids[-1] in end_ids:
+            raise LedgerError(f"turn {segment.turn}: it goes on after its end-of-turn id {segment.ids[-1]}")
 
 
 def rows_of(segments: Iterable[Segment], turns: Iterable[TurnRecord]) -> tuple[TokenLedger, ...]:

@@ -106,6 +106,12 @@ class Trajectory:
     data_source: str = ""
     ground_truth: Any = None
     validate: bool = False
+    step: int = 0
+    """The training step it was asked for; 0 where there is none."""
+    restarts: int = 0
+    """How often it was begun anew because its tokens had become too old."""
+    stale_before: int | None = None
+    """Tokens that weights older than this version sampled are masked."""
     spec_digest: str = ""
 
     @cached_property
@@ -131,7 +137,11 @@ class Trajectory:
     @property
     def response_mask(self) -> list[int]:
         """1 on sampled tokens; all 0 when the disposition is `mask`."""
-        return self.ledger.response_mask(cleared=self.disposition is Disposition.MASK)
+        return self.mask_of(self.ledger)
+
+    def mask_of(self, row: TokenLedger) -> list[int]:
+        """`response_mask` of one of the rows."""
+        return row.response_mask(cleared=self.disposition is Disposition.MASK, stale_before=self.stale_before)
 
     @property
     def response_logprobs(self) -> list[float] | None:

@@ -402,7 +402,9 @@ async def test_a_generation_the_engine_aborted_by_itself_is_asked_again_and_ends
     trajectory = await roll([turn], config=RolloutConfig(engine_retries=2))
     assert (trajectory.state, trajectory.stop_reason) == (ABORTED, StopReason.ABORTED)
     assert trajectory.metrics.engine_retries == 2
-    assert [t.attempt for t in trajectory.turns] == [2]
+    assert [t.attempt for t in trajectory.turns] == [0, 1, 2]
+    assert trajectory.response_ids == text("halfhalfhalf")
+    assert trajectory.metrics.assistant_turns == 1
 
 
 async def test_ids_outside_the_vocabulary_fail_the_rollout_before_the_engine_sees_them() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_multiturn.chat.drift import DRIFT
 from sglang_multiturn.chat.parsing import ToolCallParser
+from sglang_multiturn.context import RolloutContext
 from sglang_multiturn.doctor.budget_checks import offered
 from sglang_multiturn.doctor.examples import full_arguments
 from sglang_multiturn.doctor.findings import Findings, note, ok, problem
@@ -23,7 +24,7 @@ from sglang_multiturn.doctor.written import QUESTION, WrittenTurn, answering, ca
 from sglang_multiturn.engine.scripted import ScriptedEngine
 from sglang_multiturn.errors import SglangMultiturnError, TemplateError
 from sglang_multiturn.request import RequestSpec, StopReason
-from sglang_multiturn.rollout import RolloutContext, run_one
+from sglang_multiturn.rollout import run_one
 from sglang_multiturn.schemas import Message, ToolSchema
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.tools.base import BaseTool, ToolResponse

@@ -80,6 +80,10 @@ class Generation:
     finish_reason: FinishReason
     weight_version: int | None = None
     """Version of the weights that sampled the tokens; None when the engine does not say."""
+    min_weight_version: int | None = None
+    """Set where weights changed in the middle and nobody can say at which token: the oldest; `weight_version` is the newest."""
+    paused: bool = False
+    """Aborted because the whole engine was paused, for no reason of this request's: asked again, it goes on."""
     cached_tokens: int = 0
     """How many input tokens came out of the prefix cache."""
 

@@ -10,6 +10,7 @@ choose, a missing end token, a generation that never ends, errors, a sudden abor
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -57,6 +58,8 @@ Script = Callable[[GenerationId, Sequence[int]], ScriptedTurn | str]
 class _InFlight:
     def __init__(self) -> None:
         self.aborted = asyncio.Event()
+        self.paused = False
+        """Whether it was aborted by a pause of the whole engine."""
 
 
 class ScriptedEngine:
@@ -87,6 +90,8 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._slots = asyncio.Semaphore(max_running) if max_running else None
         self._in_flight: dict[str, _InFlight] = {}
+        self._unfinished: dict[tuple[str, int], tuple[ScriptedTurn, tuple[int, ...], tuple[int, ...]]] = {}
+        """By request and turn, those that were aborted: what was sampled and what is still to come, once it is asked again."""
         self._started: dict[str, asyncio.Event] = {}
         self._open = False
         self._weight_version = 0
@@ -175,39 +180,57 @@ class ScriptedEngine:
     ) -> Generation:
         if flight.aborted.is_set():
             self._check_open(generation_id)
-            return self._ended((), FinishReason.ABORT, 0.0)
+            return self._ended((), FinishReason.ABORT, 0.0, paused=flight.paused)
         if (started := self._started.get(generation_id.request_id)) is not None:
             started.set()
+        assert params.max_new_tokens is not None  # check_generation saw to it
+        turn, planned = self._planned(generation_id, input_ids)
+        ids = planned[: params.max_new_tokens]
+        natural = FinishReason.STOP if len(ids) == len(planned) and turn.end else FinishReason.LENGTH
+        began_s = asyncio.get_running_loop().time()
+        if turn.hang_after is not None:
+            await flight.aborted.wait()
+        elif self._latency_s:
+            await self._unless_aborted(flight, asyncio.sleep(self._latency_s))
+        self._check_open(generation_id)
+        if not flight.aborted.is_set():
+            return self._ended(ids, turn.finish_reason or natural, turn.logprob)
+        kept = ids[: self._sampled_by_now(turn, len(ids), began_s)]
+        self._unfinished[generation_id.request_id, generation_id.turn] = (turn, tuple(kept), planned[len(kept) :])
+        return self._ended(kept, FinishReason.ABORT, turn.logprob, paused=flight.paused)
+
+    def _planned(self, generation_id: GenerationId, input_ids: Sequence[int]) -> tuple[ScriptedTurn, tuple[int, ...]]:
+        """The script's turn and its ids; of one that was aborted and goes on, those that are still to come."""
+        turn, sampled, left = self._unfinished.pop((generation_id.request_id, generation_id.turn), (None, (), ()))
+        if turn is not None and tuple(input_ids[len(input_ids) - len(sampled) :]) == sampled:
+            return dataclasses.replace(turn, hang_after=None), left
         scripted = self._script(generation_id, input_ids)
         turn = ScriptedTurn(text=scripted) if isinstance(scripted, str) else scripted
         if turn.error is not None:
             raise turn.error
-        assert params.max_new_tokens is not None  # check_generation saw to it
-        ids = self._ids_of(turn)
-        natural = FinishReason.STOP if len(ids) <= params.max_new_tokens and turn.end else FinishReason.LENGTH
-        ids = ids[: params.max_new_tokens]
+        return turn, self._ids_of(turn)
+
+    def _sampled_by_now(self, turn: ScriptedTurn, planned_tokens: int, began_s: float) -> int:
+        """How many tokens an aborted generation has: as many as its share of the latency, or half of them."""
         if turn.hang_after is not None:
-            await flight.aborted.wait()
-            ids = ids[: turn.hang_after]
-        elif self._latency_s:
-            await self._unless_aborted(flight, asyncio.sleep(self._latency_s))
-        self._check_open(generation_id)
-        if flight.aborted.is_set():
-            kept = ids if turn.hang_after is not None else ids[: len(ids) // 2]
-            return self._ended(kept, FinishReason.ABORT, turn.logprob)
-        return self._ended(ids, turn.finish_reason or natural, turn.logprob)
+            return turn.hang_after
+        passed = (asyncio.get_running_loop().time() - began_s) / self._latency_s if self._latency_s else 0.5
+        return int(planned_tokens * min(passed, 1.0))
 
     def _ids_of(self, turn: ScriptedTurn) -> tuple[int, ...]:
         ids = turn.token_ids if turn.token_ids is not None else tuple(self._template.encode_text(turn.text))
         end_id = turn.end_id if turn.end_id is not None else self._template.stop_token_ids[0]
         return (*ids, end_id) if turn.end else ids
 
-    def _ended(self, ids: Sequence[int], finish_reason: FinishReason, logprob: float) -> Generation:
+    def _ended(
+        self, ids: Sequence[int], finish_reason: FinishReason, logprob: float, *, paused: bool = False
+    ) -> Generation:
         return Generation(
             token_ids=list(ids),
             logprobs=[logprob] * len(ids),
             finish_reason=finish_reason,
             weight_version=self._weight_version,
+            paused=paused,
         )
 
     @staticmethod
@@ -238,6 +261,8 @@ class ScriptedEngine:
         """New generations wait; running ones end under `abort` and go on otherwise."""
         self._running.clear()
         if mode == "abort":
+            for flight in self._in_flight.values():
+                flight.paused = not flight.aborted.is_set()
             await self.abort_all()
 
     async def continue_generation(self) -> None:

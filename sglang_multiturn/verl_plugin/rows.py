@@ -112,7 +112,7 @@ def _training_row(
         rules,
         prompt_ids=ledger.prompt_ids,
         response_ids=ledger.response_ids[:end],
-        response_mask=ledger.response_mask(cleared=trajectory.disposition is Disposition.MASK)[:end],
+        response_mask=trajectory.mask_of(ledger)[:end],
         response_logprobs=logprobs[:end] if logprobs is not None else [],
         reward=trajectory.reward or 0.0,
         versions=versions,

@@ -19,13 +19,14 @@ from uuid import uuid4
 from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.context import RolloutContext
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.errors import ConfigError, DataError, SglangMultiturnError
 from sglang_multiturn.failures import FailureLog
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.request import Disposition, ErrorRecord, RequestSpec, RequestState, StopReason
 from sglang_multiturn.rewards import RewardFn, counts_tools
-from sglang_multiturn.rollout import RolloutContext, run_one
+from sglang_multiturn.rollout import run_one
 from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.trajectory import Trajectory
 from sglang_multiturn.verl_plugin.compat import LoadedTools, registry_of

@@ -67,6 +67,8 @@ class _Flight:
     rid: str
     request_id: str
     aborted: bool = False
+    paused: bool = False
+    """Aborted by a pause of the whole engine alone."""
     dispatched: bool = False
     done: bool = False
 
@@ -176,7 +178,9 @@ class Server:
                 )
                 return Generated(generation=generation)
             flight.dispatched = True
-            return Generated(generation=await self._sample(body))
+            generation = await self._sample(body)
+            paused = flight.paused and generation.finish_reason is FinishReason.ABORT
+            return Generated(generation=dataclasses.replace(generation, paused=paused))
         finally:
             flight.done = True
             del self._flights[message_id]
@@ -260,9 +264,10 @@ class Server:
 
     # -- aborting and pausing -----------------------------------------------------------------------------------------
 
-    async def _end(self, flights: list[_Flight]) -> None:
+    async def _end(self, flights: list[_Flight], *, paused: bool = False) -> None:
         """Abort, and wait until every one of them has its reply; while frozen they end only after `continue`."""
         for flight in flights:
+            flight.paused = paused and not flight.aborted
             flight.aborted = True
         await self._notify()
         while left := [flight for flight in flights if not flight.done]:
@@ -286,7 +291,7 @@ class Server:
                 for flight in self._dispatched():
                     self._manager.abort_request(rid=flight.rid)
                 await self._thaw()
-            await self._end(self._dispatched())
+            await self._end(self._dispatched(), paused=True)
         await self._manager.pause_generation(PauseGenerationReqInput(mode=body.mode))
         self._frozen = body.mode != "abort"
         await self._notify()
