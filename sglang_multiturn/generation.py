@@ -88,7 +88,7 @@ class TurnSampler:
                     raise
             else:
                 sampled += generation.token_ids
-                reason = _why_it_ended(generation, params, full=len(sampled) >= wanted)
+                reason = generation.finish_reason
                 interrupted = generation.paused or closings != self._gate.closings
                 if reason is not FinishReason.ABORT or (failures == self._retries and not interrupted):
                     return SampledTurn(token_ids=tuple(sampled), finish_reason=reason)
@@ -134,11 +134,12 @@ class TurnSampler:
     async def _generate(self, generation_id: GenerationId, given: Sequence[int], params: SamplingParams) -> Generation:
         if not self._gate.may_generate:  # an abort came before this task's first step, and found nothing to end
             return Generation(token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
-        return await self._generator.generate(generation_id, given, params)
+        return _settled(await self._generator.generate(generation_id, given, params), params)
 
     def _append(self, generation: Generation, generation_id: GenerationId, given: Sequence[int]) -> None:
         """Nothing is written down of a generation that was aborted before its first token, unless it is all there is."""
         request, turn = self._request, generation_id.turn
+        request.metrics.queue_s += generation.queue_s
         if generation.finish_reason is FinishReason.ABORT and not generation.token_ids:
             return
         if not request.ledger.has_turn(turn):
@@ -146,10 +147,11 @@ class TurnSampler:
         request.ledger.append_sampled(generation, turn=turn, given=given, attempt=generation_id.attempt)
 
 
-def _why_it_ended(generation: Generation, params: SamplingParams, *, full: bool) -> FinishReason:
+def _settled(generation: Generation, params: SamplingParams) -> Generation:
     """An abort that came with the turn's last token changed nothing: the turn is over."""
     if generation.finish_reason is not FinishReason.ABORT:
-        return generation.finish_reason
+        return generation
     if generation.token_ids and generation.token_ids[-1] in params.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if full else FinishReason.ABORT
+        return dataclasses.replace(generation, finish_reason=FinishReason.STOP)
+    full = params.max_new_tokens is not None and len(generation.token_ids) >= params.max_new_tokens
+    return dataclasses.replace(generation, finish_reason=FinishReason.LENGTH) if full else generation

@@ -48,7 +48,8 @@ class Gate:
 
     async def passed(self) -> None:
         """Wait until the gate is open."""
-        await self._open.wait()
+        while not self._open.is_set():  # it may have been closed again before this task came to run
+            await self._open.wait()
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:

@@ -331,15 +331,17 @@ class TokenLedger:
         if sampled != len(self._turns):
             raise LedgerError(f"{len(self._turns)} generations were recorded but {sampled} sampled segments stand")
         records = iter(self._turns)
-        before, seen = 0, _digest()
+        before, seen, last = 0, _digest(), self._segments[0] if self._segments else None
         for segment in self._segments:
             if segment.origin is Origin.SAMPLED:
                 record = next(records)
+                if last is not None and last.origin is Origin.SAMPLED and last.turn != segment.turn:
+                    raise LedgerError(f"turn {segment.turn}: nothing stands between it and turn {last.turn}")
                 if record.input_tokens != before or record.input_digest != seen.hexdigest():
                     raise LedgerError(f"turn {record.turn}: the engine was not given the tokens that stand before it")
                 if record.sampled_tokens != len(segment.ids) or record.turn != segment.turn:
                     raise LedgerError(f"turn {record.turn}: the sampled segment is not the one that was recorded")
-            before += len(segment.ids)
+            before, last = before + len(segment.ids), segment
             seen.update(segment.ids)
 
     def _check_ends(self, end_ids: Collection[int]) -> None:
@@ -348,8 +350,7 @@ class TokenLedger:
             if segment.origin is not Origin.SAMPLED:
                 continue
             if following.origin is Origin.SAMPLED:
-                self._check_continued(segment, following, end_ids)
-                continue
+                continue  # one turn in two generations: it had not ended there
             last = segment.ids[-1] if len(segment.ids) else None
             first = following.ids[0] if following.origin is Origin.BOUNDARY else None
             if last in end_ids and last == first:
@@ -359,14 +360,6 @@ class TokenLedger:
                     f"turn {segment.turn}: an end-of-turn id {sorted(end_ids)} stands nowhere, "
                     f"neither as its last id {last} nor as the first that follows, {first}"
                 )
-
-    @staticmethod
-    def _check_continued(segment: Segment, following: Segment, end_ids: Collection[int]) -> None:
-        """A turn that was suspended goes on where it was: the same turn, and one that had not ended."""
-        if segment.turn != following.turn:
-            raise LedgerError(f"turn {following.turn}: nothing stands between it and turn {segment.turn}")
-        if len(segment.ids) and segment.ids[-1] in end_ids:
-            raise LedgerError(f"turn {segment.turn}: it goes on after its end-of-turn id {segment.ids[-1]}")
 
 
 def rows_of(segments: Iterable[Segment], turns: Iterable[TurnRecord]) -> tuple[TokenLedger, ...]:

@@ -10,7 +10,6 @@ choose, a missing end token, a generation that never ends, errors, a sudden abor
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -55,6 +54,25 @@ class ScriptedTurn:
 Script = Callable[[GenerationId, Sequence[int]], ScriptedTurn | str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """A turn in the course of being sampled."""
+
+    scripted: ScriptedTurn
+    sampled: tuple[int, ...] = ()
+    left: tuple[int, ...]
+    hang_after: int | None
+
+    def goes_on_after(self, input_ids: Sequence[int]) -> bool:
+        """Whether what was sampled stands at the end of what the engine is given now."""
+        return tuple(input_ids[len(input_ids) - len(self.sampled) :]) == self.sampled
+
+    def after(self, ids: Sequence[int]) -> _Turn:
+        """The same turn once these ids have been sampled; it hangs once only."""
+        sampled, left = (*self.sampled, *ids), self.left[len(ids) :]
+        return _Turn(scripted=self.scripted, sampled=sampled, left=left, hang_after=None)
+
+
 class _InFlight:
     def __init__(self) -> None:
         self.aborted = asyncio.Event()
@@ -72,6 +90,7 @@ class ScriptedEngine:
         *,
         max_model_len: int = 32_768,
         latency_s: float = 0.0,
+        token_s: float = 0.0,
         max_running: int | None = None,
     ) -> None:
         """Play `script`.
@@ -80,18 +99,20 @@ class ScriptedEngine:
             template: gives the script's text its ids and the vocabulary its size.
             script: called once a generation with its id and its input ids.
             max_model_len: in tokens.
-            latency_s: how long a generation takes.
+            latency_s: how long a generation takes, ...
+            token_s: ... and how much longer for each of its tokens.
             max_running: generations at a time; the rest queues. None is no limit.
         """
         self._template = template
         self._script = script
         self._latency_s = latency_s
+        self._token_s = token_s
         self._info = EngineInfo(name="scripted", vocab_size=template.vocab_size, max_model_len=max_model_len)
         self._running = asyncio.Event()
         self._slots = asyncio.Semaphore(max_running) if max_running else None
         self._in_flight: dict[str, _InFlight] = {}
-        self._unfinished: dict[tuple[str, int], tuple[ScriptedTurn, tuple[int, ...], tuple[int, ...]]] = {}
-        """By request and turn, those that were aborted: what was sampled and what is still to come, once it is asked again."""
+        self._unfinished: dict[tuple[str, int], _Turn] = {}
+        """By request and turn, those that were aborted: asked again, they go on."""
         self._started: dict[str, asyncio.Event] = {}
         self._open = False
         self._weight_version = 0
@@ -180,58 +201,43 @@ class ScriptedEngine:
     ) -> Generation:
         if flight.aborted.is_set():
             self._check_open(generation_id)
-            return self._ended((), FinishReason.ABORT, 0.0, paused=flight.paused)
+            return _ended((), FinishReason.ABORT, 0.0, self._weight_version, paused=flight.paused)
         if (started := self._started.get(generation_id.request_id)) is not None:
             started.set()
         assert params.max_new_tokens is not None  # check_generation saw to it
-        turn, planned = self._planned(generation_id, input_ids)
-        ids = planned[: params.max_new_tokens]
-        natural = FinishReason.STOP if len(ids) == len(planned) and turn.end else FinishReason.LENGTH
+        turn = self._unfinished.pop((generation_id.request_id, generation_id.turn), None)
+        if turn is None or not turn.goes_on_after(input_ids):
+            turn = self._begin(generation_id, input_ids)
+        ids = turn.left[: params.max_new_tokens]
+        natural = FinishReason.STOP if len(ids) == len(turn.left) and turn.scripted.end else FinishReason.LENGTH
+        version, logprob = self._weight_version, turn.scripted.logprob
+        share = len(turn.left) / max(1, len(turn.sampled) + len(turn.left))
+        latency_s = self._latency_s * share + self._token_s * len(ids)
         began_s = asyncio.get_running_loop().time()
         if turn.hang_after is not None:
             await flight.aborted.wait()
-        elif self._latency_s:
-            await self._unless_aborted(flight, asyncio.sleep(self._latency_s))
+        elif latency_s:
+            await self._unless_aborted(flight, asyncio.sleep(latency_s))
         self._check_open(generation_id)
         if not flight.aborted.is_set():
-            return self._ended(ids, turn.finish_reason or natural, turn.logprob)
-        kept = ids[: self._sampled_by_now(turn, len(ids), began_s)]
-        self._unfinished[generation_id.request_id, generation_id.turn] = (turn, tuple(kept), planned[len(kept) :])
-        return self._ended(kept, FinishReason.ABORT, turn.logprob, paused=flight.paused)
+            return _ended(ids, turn.scripted.finish_reason or natural, logprob, version)
+        passed_s = asyncio.get_running_loop().time() - began_s
+        part = min(1.0, passed_s / latency_s) if latency_s else 0.5
+        kept = ids[: int(len(ids) * part) if turn.hang_after is None else turn.hang_after]
+        self._unfinished[generation_id.request_id, generation_id.turn] = turn.after(kept)
+        return _ended(kept, FinishReason.ABORT, logprob, version, paused=flight.paused)
 
-    def _planned(self, generation_id: GenerationId, input_ids: Sequence[int]) -> tuple[ScriptedTurn, tuple[int, ...]]:
-        """The script's turn and its ids; of one that was aborted and goes on, those that are still to come."""
-        turn, sampled, left = self._unfinished.pop((generation_id.request_id, generation_id.turn), (None, (), ()))
-        if turn is not None and tuple(input_ids[len(input_ids) - len(sampled) :]) == sampled:
-            return dataclasses.replace(turn, hang_after=None), left
+    def _begin(self, generation_id: GenerationId, input_ids: Sequence[int]) -> _Turn:
         scripted = self._script(generation_id, input_ids)
         turn = ScriptedTurn(text=scripted) if isinstance(scripted, str) else scripted
         if turn.error is not None:
             raise turn.error
-        return turn, self._ids_of(turn)
-
-    def _sampled_by_now(self, turn: ScriptedTurn, planned_tokens: int, began_s: float) -> int:
-        """How many tokens an aborted generation has: as many as its share of the latency, or half of them."""
-        if turn.hang_after is not None:
-            return turn.hang_after
-        passed = (asyncio.get_running_loop().time() - began_s) / self._latency_s if self._latency_s else 0.5
-        return int(planned_tokens * min(passed, 1.0))
+        return _Turn(scripted=turn, left=self._ids_of(turn), hang_after=turn.hang_after)
 
     def _ids_of(self, turn: ScriptedTurn) -> tuple[int, ...]:
         ids = turn.token_ids if turn.token_ids is not None else tuple(self._template.encode_text(turn.text))
         end_id = turn.end_id if turn.end_id is not None else self._template.stop_token_ids[0]
         return (*ids, end_id) if turn.end else ids
-
-    def _ended(
-        self, ids: Sequence[int], finish_reason: FinishReason, logprob: float, *, paused: bool = False
-    ) -> Generation:
-        return Generation(
-            token_ids=list(ids),
-            logprobs=[logprob] * len(ids),
-            finish_reason=finish_reason,
-            weight_version=self._weight_version,
-            paused=paused,
-        )
 
     @staticmethod
     async def _unless_aborted(flight: _InFlight, waiting: Coroutine[Any, Any, object]) -> None:
@@ -290,3 +296,15 @@ class ScriptedEngine:
     def _check_open(self, generation_id: GenerationId) -> None:
         if not self._open:
             raise EngineDiedError(f"generation {generation_id.rid}: the scripted engine is closed")
+
+
+def _ended(
+    ids: Sequence[int], finish_reason: FinishReason, logprob: float, weight_version: int, *, paused: bool = False
+) -> Generation:
+    return Generation(
+        token_ids=list(ids),
+        logprobs=[logprob] * len(ids),
+        finish_reason=finish_reason,
+        weight_version=weight_version,
+        paused=paused,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from conversations.evidence import got_ids, kept, must, said_after
 from conversations.play import Asked, Played
@@ -19,7 +20,7 @@ def each_generation_asks_for_what_is_left(played: Played) -> None:
     config = played.config
     for asked in played.asked:
         left = _left(played, asked)
-        most = min(left, config.max_turn_tokens or left)
+        most = min(left, (config.max_turn_tokens or sys.maxsize) - _sampled_in_turn(played, asked))
         wanted = asked.params.max_new_tokens
         must(wanted is not None and 1 <= wanted <= most, "7", f"turn {asked.id.turn} asks for {wanted} of {most}")
         must(config.history == "split" or wanted == most, "7", f"turn {asked.id.turn} asks for {wanted} of {most}")
@@ -31,8 +32,16 @@ def _left(played: Played, asked: Asked) -> int:
     """Of the budget. Where rows begin anew, only what was sampled counts here for sure."""
     used = len(asked.given) - len(played.asked[0].given)
     if played.config.history == "split":
-        used = sum(len(got_ids(earlier)) for earlier in kept(played) if earlier.id.turn < asked.id.turn)
+        used = sum(len(got_ids(earlier)) for earlier in _kept_before(played, asked))
     return min(played.config.max_response_tokens - used, _longest(played) - len(asked.given))
+
+
+def _sampled_in_turn(played: Played, asked: Asked) -> int:
+    return sum(len(got_ids(earlier)) for earlier in _kept_before(played, asked) if earlier.id.turn == asked.id.turn)
+
+
+def _kept_before(played: Played, asked: Asked) -> list[Asked]:
+    return [earlier for earlier in kept(played) if earlier.id < asked.id]
 
 
 def _longest(played: Played) -> int:

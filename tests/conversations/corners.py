@@ -24,6 +24,11 @@ def last_ids(played: Played, *reasons: FinishReason) -> set[int]:
     return {g.token_ids[-1] for g in got(played) if g.token_ids and g.finish_reason in reasons}
 
 
+def goes_on(played: Played) -> bool:
+    """Whether some turn is several generations."""
+    return len({record.turn for record in played.trajectory.turns}) < len(played.trajectory.turns)
+
+
 def _own(played: Played) -> set[int]:
     return set(played.world.ends.values())
 
@@ -40,6 +45,8 @@ CORNERS: dict[str, Callable[[Played], bool]] = {
     "a turn was cut by length": lambda p: bool(last_ids(p, LENGTH)),
     "a turn was cut inside a call": lambda p: any("cut at its length limit" in text for text in said(p)),
     "a turn was aborted in the middle": lambda p: bool(last_ids(p, ABORT)),
+    "a turn was suspended in the middle and went on": lambda p: p.trajectory.metrics.suspensions > 0 and goes_on(p),
+    "a conversation was suspended between its turns": lambda p: p.trajectory.metrics.suspensions > 0 and not goes_on(p),
     "a turn was empty": lambda p: any(not generation.token_ids for generation in got(p)),
     "a control token was sampled inside": lambda p: any(p.world.controls_of(g.token_ids[:-1]) for g in got(p)),
     "a turn was asked for again": lambda p: p.trajectory.metrics.engine_retries > 0,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from conversations.play import Asked, Played
 
-from sglang_multiturn import Message, TokenLedger
+from sglang_multiturn import FinishReason, Generation, Message, TokenLedger
 from sglang_multiturn.schemas import Role
 from sglang_multiturn.tokens import Origin, Segment
 
@@ -23,10 +23,12 @@ def must(holds: bool, invariant: str, what: str) -> None:
 
 
 def kept(played: Played) -> list[Asked]:
-    """The generations whose tokens stand: of each turn the last one asked for, unless the engine failed it."""
-    by_turn = itertools.groupby(played.asked, key=lambda asked: asked.id.turn)
-    last = [list(attempts)[-1] for _, attempts in by_turn]
-    return [asked for asked in last if asked.got is not None]
+    """The generations whose tokens stand: all, but for those that failed, or were aborted before their first token."""
+    return [asked for asked in played.asked if asked.got is not None and not _came_to_nothing(asked.got)]
+
+
+def _came_to_nothing(generation: Generation) -> bool:
+    return generation.finish_reason is FinishReason.ABORT and not generation.token_ids
 
 
 def got_ids(asked: Asked) -> list[int]:

@@ -37,9 +37,10 @@ def inputs_extend_each_other(played: Played) -> None:
             must(not keeps, "2", f"turn {turn} begins a row, though the template keeps history")
         else:
             must(later.given[: len(before)] == before, "2", f"turn {turn} was given other tokens than came before")
-    for turn, attempts in itertools.groupby(played.asked, key=lambda asked: asked.id.turn):
-        givens = [asked.given for asked in attempts]
-        must(all(given == givens[0] for given in givens), "2", f"turn {turn} was asked again with other tokens")
+    for earlier, later in itertools.pairwise(played.asked):
+        if earlier.id.turn == later.id.turn:  # asked again: with what it had
+            before = earlier.given + ([] if earlier.got is None else got_ids(earlier))
+            must(later.given == before, "2", f"turn {later.id.turn} was asked again with other tokens")
     for record, asked in zip(played.trajectory.turns, kept(played), strict=True):
         told = record.turn == asked.id.turn and record.input_digest == digest_ids(asked.given)
         must(told, "2", f"the record of turn {record.turn} tells otherwise")
@@ -127,7 +128,8 @@ def it_ended_for_a_reason(played: Played) -> None:
     """There is a trajectory, and a fault or an abort only where one was planned."""
     trajectory, plan = played.trajectory, played.plan
     turns = trajectory.metrics.assistant_turns
-    must(turns == len(kept(played)), "5", f"{turns} turns are counted, {len(kept(played))} generations stand")
+    stand = {asked.id.turn for asked in kept(played)}
+    must(stand == set(range(turns)), "5", f"{turns} turns are counted, generations of {stand} stand")
     if trajectory.stop_reason is StopReason.ERROR:
         must("planned" in getattr(trajectory.error, "message", ""), "5", f"it failed with {trajectory.error}")
     elif trajectory.stop_reason is StopReason.ABORTED:
@@ -135,8 +137,8 @@ def it_ended_for_a_reason(played: Played) -> None:
         by_tool = any(answer.manner is Manner.ABORTS for answer in plan.answers)
         must(aborting or by_tool or plan.aborted_before, "5", "nobody aborted it")
     else:
-        reasons = {asked.got.finish_reason for asked in kept(played) if asked.got is not None}
-        must(FinishReason.ABORT not in reasons, "5", f"an aborted generation ended as {trajectory.stop_reason}")
+        last = {record.turn: record.finish_reason for record in trajectory.turns}
+        must(FinishReason.ABORT not in last.values(), "5", f"an aborted turn ended as {trajectory.stop_reason}")
 
 
 def it_proves_itself(played: Played) -> None:

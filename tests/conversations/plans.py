@@ -24,6 +24,8 @@ class Mishap(StrEnum):
     """Someone aborts the conversation in the middle of it."""
     ENGINE_ABORT = "engine_abort"
     """The engine aborts it by itself."""
+    SUSPEND = "suspend"
+    """Someone suspends the conversation about then, and resumes it, several times."""
     ERROR = "error"
     """The engine raises an error."""
 
@@ -65,6 +67,7 @@ class Plan:
     users: tuple[str, ...] | None = None
     """None: nobody speaks after the model."""
     aborted_before: bool = False
+    suspended_before: bool = False
     keeps_logprobs: bool = True
     max_model_len: int = 32_768
     settings: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +123,7 @@ def _wild(choices: Choices, world: World) -> Plan:
         answers=tuple(_answer(choices, world) for _ in range(3)),
         users=users,
         aborted_before=choices.chance(2),
+        suspended_before=choices.chance(4),
         keeps_logprobs=not choices.chance(5),
         max_model_len=choices.pick((32_768, 32_768, 32_768, 20 + _estimate(world, prompt) + choices.below(200))),
         settings=_settings(choices, world, prompt),
@@ -145,7 +149,9 @@ def _text(choices: Choices, world: World) -> str:
 
 
 def _answer(choices: Choices, world: World) -> Answer:
-    manner = choices.pick((*[Manner.SAYS] * 40, *[Manner.REFUSES] * 8, Manner.STOPS, Manner.ABORTS, Manner.CRASHES))
+    manner = choices.pick(
+        (*[Manner.SAYS] * 40, *[Manner.REFUSES] * 8, Manner.STOPS, Manner.ABORTS, Manner.SUSPENDS, Manner.CRASHES)
+    )
     text = _text(choices, world)
     return Answer(text=text + "\ud83d" if choices.chance(3) else text, manner=manner)
 
@@ -155,7 +161,9 @@ def _turn(choices: Choices, world: World) -> Turn:
     ids = _sampled(choices, world, calling)
     role: Role = "tool" if calling else "user"
     end_id, finish_reason = _ending(choices, world, world.ends[role])
-    mishap = choices.pick((*[Mishap.NONE] * 17, Mishap.ABORT, Mishap.ENGINE_ABORT, Mishap.ERROR))
+    mishap = choices.pick(
+        (*[Mishap.NONE] * 16, Mishap.ABORT, Mishap.ENGINE_ABORT, Mishap.SUSPEND, Mishap.SUSPEND, Mishap.ERROR)
+    )
     return Turn(
         ids=ids,
         end_id=end_id,

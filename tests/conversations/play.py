@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from conversations.plans import Mishap, Plan, Spoken
@@ -68,6 +68,9 @@ class Rendered:
     """The id with which the turn ended."""
 
 
+_ABORTS = (Mishap.ABORT, Mishap.ENGINE_ABORT, Mishap.SUSPEND)
+
+
 class _Engine(ScriptedEngine):
     """Writes down what goes in and out; gives every token a log-probability of its own."""
 
@@ -88,6 +91,10 @@ class _Engine(ScriptedEngine):
         logprobs = [-(i + 1) / 64 for i in range(first, self._sampled)] if self._keeps_logprobs else None
         asked.got = dataclasses.replace(generation, logprobs=logprobs, weight_version=len(self.asked))
         return asked.got
+
+    def must_be_idle(self) -> None:
+        """Raises AssertionError while something is in flight."""
+        assert not self._in_flight, f"{list(self._in_flight)} are in the engine, though the conversation is suspended"
 
 
 class _Player:
@@ -114,14 +121,37 @@ class _Player:
         )
         world.tool.answers = plan.answers
         world.tool.abort = self.rollout.abort
-        self._aborts: list[asyncio.Task[None]] = []
+        world.tool.suspend = lambda: self._later(self._suspend(times=1, steps=0))
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def play(self) -> Played:
         if self.plan.aborted_before:
             self.rollout.abort()
+        if self.plan.suspended_before:
+            await self.rollout.suspend()
+            self._later(self._resume())
         async with self.engine:
             trajectory = await self.rollout.run()
+            for task in self._tasks:
+                await task
         return Played(self.world, self.plan, self.config, trajectory, self.engine.asked, self.renderings)
+
+    def _later(self, doing: Coroutine[None, None, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(doing))
+
+    async def _resume(self) -> None:
+        self.rollout.resume()
+
+    async def _suspend(self, *, times: int, steps: int) -> None:
+        """Suspend and resume, each time so many steps of the loop later, wherever the conversation may be by then."""
+        for _ in range(times):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await self.rollout.suspend()
+            self.engine.must_be_idle()
+            await asyncio.sleep(0)
+            self.engine.must_be_idle()
+            self.rollout.resume()
 
     def turn(self, generation_id: GenerationId, input_ids: Sequence[int]) -> ScriptedTurn:
         """The engine's script."""
@@ -134,13 +164,15 @@ class _Player:
         if mishap is Mishap.ABORT:
             asyncio.get_running_loop().call_soon(self.rollout.abort)
         elif mishap is Mishap.ENGINE_ABORT:
-            self._aborts.append(asyncio.get_running_loop().create_task(self.engine.abort_all()))
+            self._later(self.engine.abort_all())
+        elif mishap is Mishap.SUSPEND:
+            self._later(self._suspend(times=planned.attempts, steps=planned.after % 11))
         return ScriptedTurn(
             token_ids=planned.ids,
             end=planned.end_id is not None,
             end_id=planned.end_id,
             finish_reason=planned.finish_reason,
-            hang_after=planned.after if mishap in (Mishap.ABORT, Mishap.ENGINE_ABORT) else None,
+            hang_after=planned.after if mishap in _ABORTS else None,
             error=EngineError("planned engine error") if mishap is Mishap.ERROR else None,
         )
 

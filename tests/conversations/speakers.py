@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ class Manner(StrEnum):
     """Says that the conversation is over."""
     ABORTS = "aborts"
     """Someone aborts the conversation while the tool works."""
+    SUSPENDS = "suspends"
+    """Someone suspends the conversation while the tool works, and resumes it later."""
     CRASHES = "crashes"
 
 
@@ -46,6 +49,7 @@ class PlannedTool(BaseTool):
         super().__init__({}, ToolSchema(function=function))
         self.answers: Sequence[Answer] = ()
         self.abort: Callable[[], None] = lambda: None
+        self.suspend: Callable[[], None] = lambda: None
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -57,6 +61,10 @@ class PlannedTool(BaseTool):
             raise ToolError(answer.text)
         if answer.manner is Manner.ABORTS:
             self.abort()
+        if answer.manner is Manner.SUSPENDS:
+            self.suspend()
+            for _ in range(parameters.get("i", 0) * 4):
+                await asyncio.sleep(0)
         return ToolResponse(text=answer.text, stop=answer.manner is Manner.STOPS), 0.0, {}
 
 
