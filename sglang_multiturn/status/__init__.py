@@ -1,0 +1,1 @@
+"""`sglang-multiturn status`: what is in flight now, or was when a process ended."""
