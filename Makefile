@@ -9,10 +9,10 @@ EXAMPLES ?= 20000
 RUN_DIR ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove lint format bench ablation bench-faults bench-trl clean
+.PHONY: help setup demo test compat compat-verl compat-sglang prove verl-matrix lint format bench ablation bench-faults bench-trl clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(READY) ## Make .venv with the tested set of packages for a CPU (about 3 minutes)
 
@@ -31,8 +31,21 @@ demo: $(READY) ## Train the tiny model to use a calculator and look at it (SEED=
 test: $(READY) ## Run the whole test suite: real SGLang, real verl, real training
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+compat: $(READY) ## Other versions: what verl 0.9.0 and 0.8.0 lack, and the engine tests with SGLang 0.5.23 (a quarter of an hour)
+	PYTHONPATH=tests $(BIN)/python -m compat
+
+compat-verl: $(READY) ## Only verl's part of it (a minute); after a new name of verl is used
+	PYTHONPATH=tests $(BIN)/python -m compat verl
+
+compat-sglang: $(READY) ## Only SGLang's part of it
+	PYTHONPATH=tests $(BIN)/python -m compat sglang
+
 prove: $(READY) ## Check every invariant over random conversations of every model family (EXAMPLES=20000 each; half an hour)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conversations.prove --examples $(EXAMPLES)
+
+verl-matrix: $(READY) ## Every stop reason and feature through real steps of verl's trainers (about half an hour)
+	VERL_MATRIX=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=0 --durations-min=1 tests/verl/test_stop_reasons.py \
+		tests/verl/test_trainer_features.py tests/verl/test_resume_training.py tests/verl/test_async_trainers.py
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .

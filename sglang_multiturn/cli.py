@@ -1,35 +1,17 @@
-"""The command line. Every command reads its input completely before it starts an engine."""
+"""The command line."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from sglang_multiturn.chat.template import ChatTemplate
-from sglang_multiturn.config import RolloutConfig, ToolsConfig, validate_config
-from sglang_multiturn.dataset import in_groups, read_rows, spec_from_row
+from sglang_multiturn.asked import EngineName, RunOptions
 from sglang_multiturn.doctor.command import doctor, shipped_tools
-from sglang_multiturn.engine.base import Engine, SamplingParams
 from sglang_multiturn.errors import ConfigError
-from sglang_multiturn.journal import JournalWriter
-from sglang_multiturn.request import RequestSpec
-from sglang_multiturn.rewards import check_weights, load_reward_fn
-from sglang_multiturn.runner import RolloutEngine
-from sglang_multiturn.summary import RunSummary
-from sglang_multiturn.tools.registry import ToolRegistry
+from sglang_multiturn.standalone import new_run, resume_run
+from sglang_multiturn.status.command import status
 
 app = typer.Typer(
     help="Multi-turn, tool-using rollouts on SGLang.",
@@ -39,14 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(doctor)
-console = Console(stderr=True)
-
-
-class EngineName(StrEnum):
-    """Engines the command line can start."""
-
-    SGLANG = "sglang"
-    SCRIPTED = "scripted"
+app.command()(status)
 
 
 @app.callback()
@@ -56,8 +31,14 @@ def _root() -> None:
 
 @app.command()
 def rollout(
-    data: Annotated[Path, typer.Option(help="Rows as .jsonl or .parquet: verl's shape, or {'messages': [...]}.")],
-    out: Annotated[Path, typer.Option(help="Folder for trajectories.jsonl and summary.json.")],
+    context: typer.Context,
+    data: Annotated[
+        Path | None, typer.Option(help="Rows as .jsonl or .parquet: verl's shape, or {'messages': [...]}.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run: trajectories.jsonl, summary.json.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder; no other option is needed.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or hub name; not needed by a scripted run.")] = None,
     tools: Annotated[
         Path | None, typer.Option(help="Tool YAML, or the name of a shipped one: calculator, gsm8k.")
@@ -77,176 +58,53 @@ def rollout(
     max_concurrent: Annotated[int | None, typer.Option(help="Conversations at the same time.")] = None,
     rollout_timeout_s: Annotated[float | None, typer.Option(help="Seconds a conversation may take.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the engine.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace what an earlier run left in --out.")] = False,
+    journal_fsync: Annotated[
+        bool | None,
+        typer.Option("--journal-fsync/--no-journal-fsync", help="Keep what has ended through a power cut too."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left in --out.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="With --resume: ask those that FAILED again.")
+    ] = False,
 ) -> None:
     """Roll out every row of a data file and write one trajectory for each.
 
     Try it without a model:
 
         sglang-multiturn rollout --engine scripted --script calls:2 --tools tool_configs/calculator.yaml --data rows.jsonl --out runs/dry
+
+    After Ctrl-C, a crash or kill -9, go on where it was. What has ended is kept, everything else is asked again:
+
+        sglang-multiturn rollout --resume runs/dry
     """
-    asked = {
-        "max_response_tokens": max_response_tokens,
-        "max_assistant_turns": max_assistant_turns,
-        "max_concurrent": max_concurrent,
-        "rollout_timeout_s": rollout_timeout_s,
+    given = _given(context)
+    if resume is not None:
+        _refuse_with_resume(resume, given)
+        options = {key: value for key, value in given.items() if key in RunOptions.model_fields}
+        raise typer.Exit(resume_run(resume, options, retry_failed=retry_failed))
+    if data is None or out is None:
+        raise ConfigError("--data and --out are needed, or --resume with the folder of a run that was begun")
+    if retry_failed:
+        raise ConfigError("--retry-failed goes with --resume: only a run that was begun has rollouts that FAILED")
+    raise typer.Exit(new_run(RunOptions.model_validate(given), out, overwrite=overwrite))
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The options that stand on the command line, whether or not they say what the default says."""
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
     }
-    tools_config = ToolsConfig.from_yaml(shipped_tools(tools)) if tools else ToolsConfig()
-    config = _override(tools_config.rollout, {key: value for key, value in asked.items() if value is not None})
-    registry = ToolRegistry.from_config(tools_config, str(tools or "tools"))
-    check_weights(config, registry.names)
-    sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    specs = _read_specs(data, sampling, samples, limit, registry)
-    trajectories = _prepare_out(out, overwrite)
-    template = _template(model, engine)
-    live, specs_in_order = _engine(engine, model, template, script, registry, specs, seed)
-    with JournalWriter(trajectories) as journal:
-        rollouts = RolloutEngine(
-            live,
-            template=template,
-            tools=registry,
-            config=config,
-            reward_fn=load_reward_fn(reward) if reward else None,
-            journal=journal,
+    if (tools := given.get("tools")) is not None:
+        given["tools"] = shipped_tools(tools)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+
+
+def _refuse_with_resume(folder: Path, given: dict[str, Any]) -> None:
+    if "out" in given and Path(given["out"]).resolve() != folder.resolve():
+        raise ConfigError(
+            f"--out {given['out']} contradicts --resume {folder}: a run stays in its folder; leave it out"
         )
-        finished = asyncio.run(_roll_out(rollouts, specs_in_order, len(specs)))
-    summary = {**finished.summary.to_dict(), "wall_s": finished.wall_s}
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    _print_summary(finished, trajectories)
-
-
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    summary: RunSummary
-    wall_s: float
-
-
-async def _roll_out(rollouts: RolloutEngine, specs: Iterator[RequestSpec], total: int) -> _Finished:
-    summary = RunSummary()
-    with _progress(total) as advance:
-        async with rollouts:
-            started = time.monotonic()
-            async for trajectory in rollouts.run(specs):
-                summary.add(trajectory)
-                advance(summary)
-            summary.held = rollouts.held_by_tools()
-            return _Finished(summary, time.monotonic() - started)
-
-
-def _override(config: RolloutConfig, asked: dict[str, Any]) -> RolloutConfig:
-    given = {key: getattr(config, key) for key in config.model_fields_set}
-    return validate_config({**given, **asked}, RolloutConfig, "command line")
-
-
-def _read_specs(
-    data: Path, sampling: SamplingParams, samples: int, limit: int | None, registry: ToolRegistry
-) -> list[RequestSpec]:
-    specs = []
-    for index, (place, row) in enumerate(read_rows(data)):
-        if index == limit:
-            break
-        uid = str(index)
-        spec = spec_from_row(row, place=place, request_id=uid, uid=uid, input_index=index, sampling=sampling)
-        registry.check_row(spec, place)  # a row that names a tool nobody configured is found before anything runs
-        specs.append(spec)
-    return list(in_groups(specs, samples))
-
-
-def _prepare_out(out: Path, overwrite: bool) -> Path:
-    trajectories = out / "trajectories.jsonl"
-    if trajectories.exists() and trajectories.stat().st_size:
-        if not overwrite:
-            raise ConfigError(f"{trajectories} exists already; give another --out, or --overwrite to replace it")
-        trajectories.unlink()
-    out.mkdir(parents=True, exist_ok=True)
-    return trajectories
-
-
-def _template(model: str | None, engine: EngineName) -> ChatTemplate:
-    if model is not None:
-        from sglang_multiturn.chat.hf_template import HFChatTemplate
-
-        return HFChatTemplate.from_pretrained(model)
-    if engine is EngineName.SGLANG:
-        raise ConfigError("--engine sglang needs --model; for a dry run without one use --engine scripted")
-    from sglang_multiturn.chat.byte_chatml import ByteChatML
-
-    return ByteChatML()
-
-
-def _engine(
-    name: EngineName,
-    model: str | None,
-    template: ChatTemplate,
-    script: str,
-    registry: ToolRegistry,
-    specs: list[RequestSpec],
-    seed: int,
-) -> tuple[Engine, Iterator[RequestSpec]]:
-    if name is EngineName.SCRIPTED:
-        from sglang_multiturn.engine.scripted import ScriptedEngine
-        from sglang_multiturn.engine.scripts import PlannedScript, load_plan
-
-        planned = PlannedScript(load_plan(script, registry.schemas()), template)
-        return ScriptedEngine(template, planned), planned.watch(specs)
-    from sglang_multiturn.engine.sglang_engine import SGLangEngine
-
-    assert model is not None  # _template saw to it
-    return SGLangEngine(model, random_seed=seed), iter(specs)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    columns = (
-        TextColumn("rollouts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total, said="")
-
-        def advance(summary: RunSummary) -> None:
-            progress.update(task, completed=summary.rollouts, said=_said_so_far(summary))
-
-        yield advance
-
-
-def _said_so_far(summary: RunSummary) -> str:
-    said = f"turns {summary.turns_mean:.1f} · failed {summary.failed}"
-    return said if math.isnan(summary.reward_mean) else f"reward {summary.reward_mean:.3f} · {said}"
-
-
-def _print_summary(finished: _Finished, trajectories: Path) -> None:
-    summary = finished.summary
-    table = Table(show_header=False, box=None)
-    table.add_row("rollouts", f"{summary.rollouts} in {finished.wall_s:.1f} s, {summary.failed} failed")
-    if not math.isnan(summary.reward_mean):
-        table.add_row("reward", f"{summary.reward_mean:.4f} on average")
-    table.add_row(
-        "tools",
-        f"called in {summary.tool_call_rate:.1%} of the rollouts, {summary.metrics.tool_calls} calls, "
-        f"{summary.malformed_call_rate:.1%} malformed",
-    )
-    table.add_row("turns", f"{summary.turns_mean:.2f} on average")
-    speed = summary.sampled_tokens / max(finished.wall_s, 1e-9)
-    table.add_row("tokens", f"{summary.sampled_tokens} sampled ({speed:.0f} a second)")
-    table.add_row("ended", ", ".join(f"{name} {count}" for name, count in summary.stop_reasons.most_common()))
-    table.add_row("written", str(trajectories))
-    console.print(table)
-    for line in [*_leak_lines(summary), *summary.failures.lines()]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _leak_lines(summary: RunSummary) -> list[str]:
-    leaks, metrics = summary.leaks, summary.metrics
-    if leaks.clean:
-        return []
-    return [
-        f"tool instances: {metrics.tool_instances_created} created, {metrics.tool_instances_released} released, "
-        f"{leaks.lost_instances} lost with their process, {leaks.not_released} not released; "
-        f"{leaks.release_errors} releases failed, {leaks.left_behind_calls} calls were left behind, "
-        f"{leaks.live_processes} processes are still there"
-    ]
+    if "overwrite" in given:
+        raise ConfigError("--overwrite contradicts --resume: one forgets what has ended, the other keeps it")

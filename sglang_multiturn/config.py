@@ -24,6 +24,7 @@ __all__ = [
     "Execution",
     "FailurePolicy",
     "FaultConfig",
+    "GroupConfig",
     "OnFailure",
     "Policy",
     "RolloutConfig",
@@ -147,10 +148,16 @@ class RolloutConfig(BaseModel):
 
     max_concurrent: int = Field(default=256, ge=1)
     """Standalone only: conversations running at the same time."""
+    max_tokens_in_flight: int | None = Field(default=None, ge=1)
+    """Standalone only: tokens of all generations at the same time, input and expected ones; None takes the engine's room."""
     max_failed_fraction: float = Field(default=0.5, gt=0, le=1)
     """Standalone only: stop when more than this part of a batch FAILED (of 16 or more)."""
+    validation_figures: bool = True
+    """verl only: tool calls, failures and lengths of validation rollouts in verl's validation metrics."""
     journal_dir: str | None = None
     """verl only: every finished trajectory is written to a JSONL file in this folder, one file a worker."""
+    journal_fsync: bool = False
+    """Whether a trajectory is on the disk before anyone is told of it, so that it outlives a power cut too."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,6 +181,51 @@ class RolloutConfig(BaseModel):
         if stop_reason in (StopReason.ERROR, StopReason.ABORTED, StopReason.PROMPT_TOO_LONG):
             return Disposition(self.failed)
         return Disposition.TRAIN
+
+
+class GroupConfig(BaseModel):
+    """How batches of groups are made for a trainer; standalone only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    samples_per_group: int = Field(default=8, ge=1)
+    """Rollouts of each prompt."""
+    groups_per_batch: int = Field(default=16, ge=1)
+    """Groups a batch is given with, as soon as so many are complete."""
+    over_sampling_groups: int = Field(default=0, ge=0)
+    """Groups that run beyond those needed, so that none has to wait for the slowest."""
+    filter: Literal["none", "no_variance"] = "none"
+    """Groups that are replaced by another prompt's: `no_variance` are those whose rewards do not differ."""
+    max_refills: int | None = Field(default=None, ge=0)
+    """Groups replaced for one batch before it is given up; None is ten times `groups_per_batch`."""
+    rest: Literal["abort", "carry"] = "abort"
+    """What still runs once enough groups are complete: ended, or set aside to go on with the next batch's weights."""
+    order: Literal["input", "longest_first"] = "input"
+    """`longest_first` starts those prompts first whose earlier rollouts were the longest."""
+    look_ahead_groups: int | None = Field(default=None, ge=1)
+    """`longest_first`: among how many prompts; None is as many as one batch starts."""
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups that run or are complete at the same time."""
+        return self.groups_per_batch + self.over_sampling_groups
+
+    @property
+    def most_refills(self) -> int:
+        """`max_refills` with its default."""
+        return 10 * self.groups_per_batch if self.max_refills is None else self.max_refills
+
+    @model_validator(mode="after")
+    def _make_sense(self) -> Self:
+        if self.filter == "no_variance" and self.samples_per_group < 2:
+            raise ValueError(
+                "filter 'no_variance' needs samples_per_group of at least 2: a single reward never differs"
+            )
+        if self.look_ahead_groups is not None and self.order == "input":
+            raise ValueError(
+                "look_ahead_groups has no effect on order 'input'; write order: longest_first, or leave it out"
+            )
+        return self
 
 
 class FaultConfig(BaseModel):

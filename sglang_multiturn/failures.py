@@ -44,30 +44,37 @@ class FailureExample:
 
 
 class FailureLog:
-    """Counts what went wrong and keeps the first of each kind."""
+    """Counts what went wrong and keeps one example of each kind: that of the earliest request, whichever ended first."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self.examples: dict[str, FailureExample] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        """By kind, where its example stands: the request's input index, and which of its failures it is."""
 
     def add(self, trajectory: Trajectory) -> list[tuple[FailureExample, int]]:
         """Count a conversation in; what went wrong in it, each with how often its kind has been seen so far."""
         seen = []
-        for failure in failures_of(trajectory):
+        for at, failure in enumerate(failures_of(trajectory)):
             self.counts[failure.kind] += 1
-            self.examples.setdefault(failure.kind, failure)
+            place = (trajectory.input_index, at)
+            if failure.kind not in self.examples or place < self._places[failure.kind]:
+                self.examples[failure.kind], self._places[failure.kind] = failure, place
             seen.append((failure, self.counts[failure.kind]))
         return seen
 
     def to_dict(self) -> dict[str, Any]:
         """Count and example of each kind, the most frequent first; ready for JSON."""
-        return {kind: {"count": n, **self.examples[kind].to_dict()} for kind, n in self.counts.most_common()}
+        return {kind: {"count": n, **self.examples[kind].to_dict()} for kind, n in self._by_frequency()}
 
     def lines(self, most: int = 20) -> list[str]:
         """The same, a line each, for a terminal; of more than `most` kinds the rest are counted only."""
-        common = self.counts.most_common()
+        common = self._by_frequency()
         lines = [f"{printable(kind)}: {n}, for example {self.examples[kind]}" for kind, n in common[:most]]
         return lines + ([f"... and {len(common) - most} more kinds of failures"] if len(common) > most else [])
+
+    def _by_frequency(self) -> list[tuple[str, int]]:
+        return sorted(self.counts.items(), key=lambda item: (-item[1], self._places[item[0]]))
 
 
 def failures_of(trajectory: Trajectory) -> Iterator[FailureExample]:

@@ -74,8 +74,16 @@ class RolloutMetrics:
     """Instances that went with their process; there is nothing to release. Created is released and lost together."""
     release_errors: int = 0
     """`release`s that raised or took too long."""
+    snapshots: int = 0
+    """Taken of tool instances while the conversation was suspended."""
+    snapshot_errors: int = 0
+    """`snapshot`s and `restore`s that raised, took too long or broke the contract."""
+    restored_instances: int = 0
+    """Instances that were made anew from a snapshot, after one was lost. They are among the created ones."""
     queue_s: float = 0.0
+    """Generations' wait for room in the engine, added up."""
     generate_s: float = 0.0
+    """From asking for a generation to its end, that wait included."""
     tool_queue_s: float = 0.0
     """Calls' wait for the limits of their tool, added up."""
     tool_s: float = 0.0

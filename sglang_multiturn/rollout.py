@@ -104,8 +104,9 @@ class Rollout:
     async def suspend(self) -> None:
         """Set this conversation aside; when this returns, nothing of it is in the engine. `resume` lets it go on.
 
-        A generation ends with what it has sampled, which is kept; a tool call goes on, and its answer waits. The time of
-        `rollout_timeout_s` stands still, a tool's own does not. One that is over and being scored is left alone.
+        A generation ends with what it has sampled, which is kept; a tool call goes on, and its answer waits. Tools that
+        give snapshots are asked for them; nobody waits for that here. The time of `rollout_timeout_s` stands still, a
+        tool's own does not. One that is over and being scored is left alone.
 
         Raises:
             EngineError: the engine did not acknowledge the generation's end.
@@ -115,6 +116,8 @@ class Rollout:
             self._clock.stop()
             self.request.suspend()
             self.request.metrics.suspensions += 1
+            if self._session is not None:
+                self._session.suspend()
         try:
             async with asyncio.timeout(ABORT_GRACE_S):
                 await self._context.generator.abort(self.request.request_id)
@@ -131,6 +134,8 @@ class Rollout:
         if self.request.state is RequestState.SUSPENDED:
             self.request.resume()
             self._clock.go_on()
+        if self._session is not None:
+            self._session.resume()
         self._gate.open()
 
     async def run(self) -> Trajectory:

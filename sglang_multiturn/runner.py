@@ -13,12 +13,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
+from sglang_multiturn.admission import admitted
 from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
 from sglang_multiturn.context import RolloutContext
-from sglang_multiturn.engine.base import Engine
+from sglang_multiturn.engine.base import Engine, Generator
 from sglang_multiturn.errors import BatchFailedError, EngineDiedError
 from sglang_multiturn.history import check_template
 from sglang_multiturn.interactions.base import Interaction
@@ -51,6 +52,7 @@ class RolloutEngine:
         journal: JournalWriter | None = None,
     ) -> None:
         """Roll out on `engine`. `journal`: what every trajectory is written to before anyone is told; its owner closes it.
+        A conversation that ends with the engine is not: it can be asked again.
 
         Raises TemplateError: the template could never show what tools or users will say; ConfigError: a wrong weight."""
         self.engine = engine
@@ -62,8 +64,10 @@ class RolloutEngine:
         self._parser = parser or make_parser(self.config.tool_parser, template)
         self._reward_fn = reward_fn
         self._interaction = interaction
-        self._runtime = ToolRuntime(self.tools, self.config)
+        self._runtime = ToolRuntime(self.tools, self.config, marks=journal.marks if journal else None)
         self._journal = journal
+        self._generator: Generator = engine
+        self._own_context: RolloutContext | None = None
         self._rollouts: dict[str, Rollout] = {}
         self._all_suspended = False
         self._suspended: set[str] = set()
@@ -71,6 +75,7 @@ class RolloutEngine:
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.engine)
+        self._generator = admitted(self.engine, self.config.max_tokens_in_flight or self.engine.info.kv_capacity_tokens)
         await self._stack.enter_async_context(self._runtime)
         return self
 
@@ -90,7 +95,7 @@ class RolloutEngine:
         context = self._context()
         # A task and not a TaskGroup: the consumer may leave between two yields, in whatever task it likes.
         pump = asyncio.create_task(self._pump(iter(specs), results, context), name="rollouts")
-        verdict = _Verdict(self.config.max_failed_fraction)
+        verdict = Verdict(self.config.max_failed_fraction)
         try:
             while (trajectory := await results.get()) is not None:
                 verdict.refuse_dead_engine(trajectory)
@@ -108,6 +113,12 @@ class RolloutEngine:
         order = {spec.request_id: index for index, spec in enumerate(numbered)}
         finished = [trajectory async for trajectory in self.run(numbered)]
         return sorted(finished, key=lambda trajectory: order[trajectory.request_id])
+
+    async def run_one(self, spec: RequestSpec) -> Trajectory:
+        """One request, beside whatever else runs: for who decides alone what runs when. It is journaled like all others."""
+        if self._own_context is None:
+            self._own_context = self._context()
+        return await self._roll_out(spec, self._own_context)
 
     def held_by_tools(self) -> HostLeaks:
         """What tools hold at this moment; nothing is right when no conversation runs."""
@@ -162,22 +173,31 @@ class RolloutEngine:
             self._suspended.clear()
         else:
             self._suspended -= set(request_ids)
-        for name, rollout in self._rollouts.items():
-            if not self._is_suspended(name):
-                rollout.resume()
+        self._resume_others()
 
     @asynccontextmanager
     async def suspended(self, request_ids: Iterable[str] | None = None) -> AsyncIterator[None]:
-        """`suspend` and, whatever happens in the body, `resume`: the place to update weights in."""
-        named = None if request_ids is None else list(request_ids)
+        """`suspend` and, whatever happens in the body, `resume`: the place to update weights in.
+
+        What was suspended before stays so.
+        """
+        named = None if request_ids is None else set(request_ids) - self._suspended
+        all_before = self._all_suspended
         try:
             await self.suspend(named)
             yield
         finally:
-            self.resume(named)
+            self._all_suspended = all_before
+            self._suspended -= named or set()
+            self._resume_others()
 
     def _is_suspended(self, request_id: str) -> bool:
         return self._all_suspended or request_id in self._suspended
+
+    def _resume_others(self) -> None:
+        for name, rollout in self._rollouts.items():
+            if not self._is_suspended(name):
+                rollout.resume()
 
     async def _pump(
         self, specs: Iterator[RequestSpec], results: asyncio.Queue[Trajectory | None], context: RolloutContext
@@ -202,22 +222,27 @@ class RolloutEngine:
     ) -> None:
         """One after the other, until there are no more."""
         while spec is not None:
-            rollout = self._rollouts[spec.request_id] = Rollout(spec, context)
-            try:
-                if self._is_suspended(spec.request_id):
-                    await rollout.suspend()
-                trajectory = await rollout.run()
-            finally:
-                del self._rollouts[spec.request_id]
-                self._suspended.discard(spec.request_id)
-            if self._journal is not None:
-                self._journal.write(trajectory)
-            await results.put(trajectory)
+            await results.put(await self._roll_out(spec, context))
             spec = next(specs, None)
+
+    async def _roll_out(self, spec: RequestSpec, context: RolloutContext) -> Trajectory:
+        if self._journal is not None:
+            self._journal.begin(spec.request_id)
+        rollout = self._rollouts[spec.request_id] = Rollout(spec, context)
+        try:
+            if self._is_suspended(spec.request_id):
+                await rollout.suspend()
+            trajectory = await rollout.run()
+        finally:
+            del self._rollouts[spec.request_id]
+            self._suspended.discard(spec.request_id)
+        if self._journal is not None and not _died_with_engine(trajectory):
+            self._journal.write(trajectory)
+        return trajectory
 
     def _context(self) -> RolloutContext:
         return RolloutContext(
-            generator=self.engine,
+            generator=self._generator,
             template=self.template,
             tools=self.tools,
             parser=self._parser,
@@ -230,19 +255,28 @@ class RolloutEngine:
         )
 
 
-class _Verdict:
+def _died_with_engine(trajectory: Trajectory) -> bool:
+    """Whether its engine went away under it: it can be asked again, so it has not ended."""
+    return trajectory.error is not None and trajectory.error.type == EngineDiedError.__name__
+
+
+class Verdict:
     """Gives a batch up when most of it failed, and says why."""
 
     def __init__(self, max_failed_fraction: float) -> None:
+        """Judge nothing yet."""
         self._limit = max_failed_fraction
         self._finished = 0
         self._causes: dict[str, list[Trajectory]] = collections.defaultdict(list)
 
     def refuse_dead_engine(self, trajectory: Trajectory) -> None:
-        if trajectory.error is not None and trajectory.error.type == EngineDiedError.__name__:
+        """Raises EngineDiedError: the engine went away under this one."""
+        if _died_with_engine(trajectory):
+            assert trajectory.error is not None
             raise EngineDiedError(f"after {self._finished} finished rollouts: {trajectory.error.message}")
 
     def add(self, trajectory: Trajectory) -> None:
+        """Count one more. Raises BatchFailedError: too many of those so far FAILED."""
         self._finished += 1
         if trajectory.state is RequestState.FAILED:
             self._causes[trajectory.error.type if trajectory.error else "unknown"].append(trajectory)

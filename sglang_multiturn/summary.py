@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from sglang_multiturn.failures import FailureLog
@@ -48,7 +49,7 @@ class Leaks:
 
 
 class RunSummary:
-    """Add trajectories, read figures. Holds no trajectory."""
+    """Add trajectories, read figures, the same in whatever order they came. Holds no trajectory."""
 
     def __init__(self) -> None:
         self.rollouts = 0
@@ -58,12 +59,14 @@ class RunSummary:
         self.sampled_tokens = 0
         self.stop_reasons: collections.Counter[str] = collections.Counter()
         self.failures = FailureLog()
-        self.drift_examples: dict[str, str] = {}
+        self._drift: dict[str, tuple[int, str]] = {}
+        """By kind, the example of the earliest request, and its place."""
         self.rows = 0
         self.metrics = RolloutMetrics()
         self.held = HostLeaks()
         """What the tools' hosts hold after the batch, from whoever has them."""
-        self._reward_sum = 0.0
+        self._reward_sum = Fraction()
+        """Exact: a sum of floats depends on their order."""
         self._rewarded = 0
         self._with_calls = 0
 
@@ -80,16 +83,27 @@ class RunSummary:
             self.response_tokens += row.num_response_tokens
             self.sampled_tokens += row.num_sampled_tokens
         for drift in trajectory.drift:
-            self.drift_examples.setdefault(drift.kind.value, f"{trajectory.request_id}: {drift}")
-        if trajectory.reward is not None:
-            self._reward_sum += trajectory.reward
+            example = (trajectory.input_index, f"{trajectory.request_id}: {drift}")
+            self._drift[drift.kind.value] = min(example, self._drift.get(drift.kind.value, example))
+        if trajectory.reward is not None and math.isfinite(trajectory.reward):
+            self._reward_sum += Fraction(trajectory.reward)
             self._rewarded += 1
         self.failures.add(trajectory)
 
     @property
     def reward_mean(self) -> float:
         """Mean over the rollouts that have a reward; NaN when none has."""
-        return self._reward_sum / self._rewarded if self._rewarded else math.nan
+        return float(self._reward_sum / self._rewarded) if self._rewarded else math.nan
+
+    @property
+    def drift_examples(self) -> dict[str, str]:
+        """By kind, the earliest request's."""
+        return {kind: example for kind, (_, example) in sorted(self._drift.items())}
+
+    @property
+    def ends(self) -> list[tuple[str, int]]:
+        """Stop reasons and how many ended so, the most frequent first."""
+        return sorted(self.stop_reasons.items(), key=lambda item: (-item[1], item[0]))
 
     @property
     def tool_call_rate(self) -> float:
@@ -121,7 +135,7 @@ class RunSummary:
             "tool_call_rate": self.tool_call_rate,
             "malformed_call_rate": self.malformed_call_rate,
             "turns_mean": self.turns_mean,
-            "stop_reasons": dict(self.stop_reasons.most_common()),
+            "stop_reasons": dict(self.ends),
             "prompt_tokens": self.prompt_tokens,
             "response_tokens": self.response_tokens,
             "sampled_tokens": self.sampled_tokens,

@@ -71,6 +71,7 @@ class Clock:
     def __init__(self, limit_s: float | None) -> None:
         self._left_s = limit_s
         self._stopped = False
+        self._is_up = False
         self._timeout: asyncio.Timeout | None = None
         self.has_expired = False
 
@@ -87,8 +88,8 @@ class Clock:
             self._timeout = None
 
     def stop(self) -> None:
-        """Stand still; called again it changes nothing."""
-        if self._stopped:
+        """Stand still; called again, or once it was made to run out, it changes nothing."""
+        if self._stopped or self._is_up:
             return
         self._stopped = True
         if self._timeout is not None and (when := self._timeout.when()) is not None:
@@ -102,7 +103,7 @@ class Clock:
 
     def expire(self) -> None:
         """Run out now, even while it stands still."""
-        self._left_s = 0.0
+        self._left_s, self._is_up = 0.0, True
         if self._timeout is not None and not self._timeout.expired():  # which a second call would find it to be
             self._timeout.reschedule(asyncio.get_running_loop().time())
 

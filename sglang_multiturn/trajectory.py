@@ -186,7 +186,7 @@ class Trajectory:
         return _ADAPTER.dump_json(self).decode()
 
     @classmethod
-    def from_json(cls, line: str) -> Trajectory:
+    def from_json(cls, line: str | bytes) -> Trajectory:
         """The trajectory a line holds. Raises DataError."""
         try:
             return _ADAPTER.validate_json(line)

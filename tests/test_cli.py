@@ -169,7 +169,7 @@ def test_journals_of_several_workers_become_one(tmp_path: Path) -> None:
     assert done.returncode == 0
     trajectories = list(read_trajectories(tmp_path / "out/trajectories.jsonl"))
     for worker, trajectory in zip("ab", trajectories, strict=True):
-        with JournalWriter(tmp_path / "journal" / f"{worker}.jsonl") as journal:
+        with JournalWriter(tmp_path / "journal" / f"worker-{worker}.jsonl") as journal:
             journal.write(trajectory)
     assert merge_journals(tmp_path / "journal", tmp_path / "merged.jsonl") == 2
     assert list(read_trajectories(tmp_path / "merged.jsonl")) == trajectories

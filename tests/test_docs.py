@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from sglang_multiturn.config import RENAMED, FailurePolicy, FaultConfig, RolloutConfig, ToolSettings
+from sglang_multiturn.config import RENAMED, FailurePolicy, FaultConfig, GroupConfig, RolloutConfig, ToolSettings
 
 
 def test_the_readmes_first_program_prints_what_it_says() -> None:
@@ -27,6 +27,7 @@ def test_the_readmes_first_program_prints_what_it_says() -> None:
         ("An entry of `tools:`", ToolSettings),
         ("| key of `faults` |", FaultConfig),
         ("| key of `on_failure` |", FailurePolicy),
+        ("| key of `GroupConfig` |", GroupConfig),
     ],
 )
 def test_every_setting_is_documented_with_its_default(heading: str, model: type[BaseModel]) -> None:

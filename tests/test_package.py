@@ -20,6 +20,7 @@ LAYERS = {
     "tokens": 1,
     "request": 1,
     "config": 1,
+    "durable": 1,
     "loading": 1,
     "trajectory": 1,
     "chat.template": 1,
@@ -50,6 +51,7 @@ LAYERS = {
     "tools.agent_data": 1,
     "yaml_reading": 1,
     "interactions.base": 1,
+    "cpu.determinism": 2,
     "cpu.sglang_kernels": 2,
     "chat.parsers": 2,
     "engine": 2,
@@ -60,16 +62,28 @@ LAYERS = {
     "rewards": 3,
     "dataset": 3,
     "journal": 3,
+    "marks": 3,
     "generation": 3,
     "history": 3,
     "context": 3,
+    "admission": 3,
+    "groups": 3,
+    "group_sampler": 3,
+    "prompts": 3,
     "judging": 3,
     "staleness": 3,
     "suspension": 3,
+    "in_flight": 3,
+    "in_flight_writer": 3,
     "turns": 3,
     "rollout": 3,
     "runner": 3,
     "summary": 4,
+    "asked": 4,
+    "run_folder": 4,
+    "run_view": 4,
+    "standalone": 4,
+    "status": 4,
     "doctor": 4,
     "verl_plugin": 4,
     "cpu": 4,
@@ -104,7 +118,7 @@ def test_the_public_names_are_these() -> None:
         """AsyncRolloutRequest BaseTool ByteChatML Disposition Engine FinishReason Generation GenerationId
         HFChatTemplate Message RequestSpec RequestState RolloutConfig RolloutContext RolloutEngine SGLangEngine
         SamplingParams ScriptedEngine ScriptedTurn SglangMultiturnError StopReason TokenLedger ToolError ToolRegistry
-        ToolResponse Trajectory __version__ read_trajectories run_one""".split()
+        ToolResponse Trajectory __version__ read_run read_trajectories run_one""".split()
     )
 
 

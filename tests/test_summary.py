@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sglang_multiturn import RolloutConfig
 from sglang_multiturn.chat.calls import BrokenKind
 from sglang_multiturn.failures import FailureExample, FailureLog, printable
+from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import ErrorRecord
 from sglang_multiturn.summary import RunSummary
 from sglang_multiturn.tools.host import HostLeaks
@@ -249,3 +251,22 @@ def test_the_command_prints_examples_and_leaks_after_the_table(tmp_path: Path) -
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["leaks"] == CLEAN | {"release_errors": 2}
     assert summary["failure_examples"]["error:RuntimeError"]["answer"] == "bad\x1b[2J luck"
+
+
+async def test_a_summary_does_not_depend_on_the_order_in_which_trajectories_end() -> None:
+    failed = await roll([call("echo"), "sorry"], [FailingTool(ToolError("none"))])
+    broken = await roll([call("echo"), "never"], [FailingTool(RuntimeError("boom"))])
+    told = [
+        replace(one, request_id=name, input_index=index, rewards=Rewards(reward=reward), metrics=RolloutMetrics(tool_calls=1))
+        for index, (name, one, reward) in enumerate(
+            [("a", failed, 0.1), ("b", failed, 1e16), ("c", broken, 0.2), ("d", broken, -1e16)]
+        )
+    ]  # fmt: skip
+    summaries = [json.dumps(summary_of(*order).to_dict()) for order in itertools.permutations(told)]
+    assert len(set(summaries)) == 1
+    summary = json.loads(summaries[0])
+    assert summary["reward_mean"] == pytest.approx(0.075, rel=1e-15)  # a sum of floats would have lost the small ones
+    assert summary["stop_reasons"] == {"answered": 2, "error": 2}
+    assert {kind: example["request_id"] for kind, example in summary["failure_examples"].items()} == {
+        "tool_error": "a", "raised": "c", "error:RuntimeError": "c",
+    }  # fmt: skip

@@ -299,6 +299,17 @@ async def test_an_abort_reaches_a_suspended_conversation() -> None:
     assert trajectory.response_ids == text("ab")
 
 
+async def test_a_suspension_does_not_hold_up_an_abort_of_the_same_moment() -> None:
+    engine, rollout = await hung(ScriptedTurn(text="abcdef", hang_after=2))
+    async with engine, asyncio.TaskGroup() as group:
+        task = group.create_task(rollout.run())
+        await engine.wait_until_started("r")
+        rollout.abort()
+        await rollout.suspend()
+        trajectory = await task
+    assert (trajectory.state, trajectory.response_ids) == (RequestState.ABORTED, text("ab"))
+
+
 async def test_one_that_begins_while_everybody_is_suspended_waits() -> None:
     engine = ScriptedEngine(TEMPLATE, lambda *_: "word")
     rollouts = RolloutEngine(engine, template=TEMPLATE)

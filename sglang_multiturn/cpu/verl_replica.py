@@ -4,14 +4,15 @@
     CpuServerAdapter (each FSDP worker) ── weights after every step ──┘
 
 What `actor_rollout_ref.rollout.name=sglang` does with GPU memory between rollout and training has no meaning here, so
-sleeping and waking do nothing; everything else does what verl's own SGLang server does with the same arguments
-(verl/workers/rollout/sglang_rollout/async_sglang_server.py). `rollout.seed` seeds the sampler.
+sleeping and waking move none; all the same a server that is put to sleep must be idle, as SGLang demands. Everything else
+does what this package's SGLang server does with the same arguments (`verl_plugin.server`). `rollout.seed` seeds the
+sampler, and with `rollout.full_determinism` every request brings its own seed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ import torch
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.utils import ensure_async_iterator
 
-from sglang_multiturn.engine.base import GenerationId, SamplingParams
+from sglang_multiturn.engine.base import FinishReason, Generation, GenerationId, SamplingParams
+from sglang_multiturn.verl_plugin.flights import Ending, Flights
 
-_IGNORED = frozenset({"logprobs", "max_tokens", "max_new_tokens"})
-"""Keys of verl's sampling parameters that are no field of ours."""
+_NAMED = frozenset({"logprobs", "max_tokens", "max_new_tokens", "sampling_seed"})
+"""Keys of verl's sampling parameters that are no field of ours, or one of another name."""
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
@@ -37,10 +40,17 @@ def sampling_params_of(
 ) -> SamplingParams:
     """verl's dict of sampling parameters as ours, the budget clamped as verl's SGLang server clamps it (:535-556)."""
     wanted = given.get("max_new_tokens") or given.get("max_tokens") or response_length
-    fields = {key: value for key, value in given.items() if key not in _IGNORED}
+    fields = {key: value for key, value in given.items() if key not in _NAMED}
     for key in ("stop_token_ids", "stop"):
         fields[key] = tuple(fields.get(key) or ())
+    fields["seed"] = given.get("sampling_seed")
     return SamplingParams(**fields, max_new_tokens=max(1, min(wanted, max_model_len - input_tokens - 1)))
+
+
+def server_arguments(config: Any) -> dict[str, Any]:
+    """What verl's `engine_kwargs` say to SGLang, with a seed a request where `full_determinism` asks for it."""
+    determinism = {"enable_deterministic_inference": True} if config.full_determinism else {}
+    return determinism | dict(config.engine_kwargs.get("sglang") or {})
 
 
 class CpuServer:
@@ -68,6 +78,7 @@ class CpuServer:
         )
         self._response_length = response_length
         self._global_steps: int | None = None
+        self._flights = Flights()
 
     async def start(self) -> str:
         """Bring the engine up; what it says of itself."""
@@ -81,22 +92,38 @@ class CpuServer:
         request_id: str,
         image_data: list[Any] | None = None,
         video_data: list[Any] | None = None,
+        rid: str | None = None,
     ) -> TokenOutput:
-        """One generation, answered as verl's SGLang server answers it."""
+        """One generation, answered as this package's SGLang server answers it."""
         params = sampling_params_of(
             sampling_params,
             input_tokens=len(prompt_ids),
             response_length=self._response_length,
             max_model_len=self._engine.info.max_model_len,
         )
-        generation = await self._engine.generate(GenerationId(request_id, 0), prompt_ids, params)
+        generation_id = GenerationId(request_id, 0) if rid is None else GenerationId.of_rid(rid)
+        with self._flights.flight(generation_id.rid) as flight:
+            generation = (
+                Generation(token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
+                if flight.aborted
+                else await self._engine.generate(generation_id, prompt_ids, params)
+            )
+            reason = generation.finish_reason.value
+            if generation.finish_reason is FinishReason.ABORT and rid is not None:
+                reason = Ending.of(aborted=flight.aborted, paused=generation.paused).value
         wanted = sampling_params.get("logprobs", False) and generation.logprobs is not None
         return TokenOutput(
             token_ids=list(generation.token_ids),
             log_probs=list(generation.logprobs or ()) if wanted else None,
-            stop_reason=generation.finish_reason.value,
+            stop_reason=reason,
             extra_fields={"global_steps": self._global_steps, "num_cached_tokens": generation.cached_tokens},
         )
+
+    async def abort_rids(self, rids: list[str]) -> None:
+        """End these generations, and return once the engine has; see `verl_plugin.server.SglangServer.abort_rids`."""
+        for rid in rids:
+            if self._flights.abort(rid) is not None:
+                await self._engine.abort(GenerationId.of_rid(rid).request_id)
 
     async def load_weights(self, named: list[tuple[str, np.ndarray]], global_steps: int | None) -> None:
         """Replace all weights; cached prefixes of the old ones are forgotten."""
@@ -123,10 +150,16 @@ class CpuServer:
         """Shut the engine down."""
         await self._engine.close()
 
+    async def sleep(self) -> None:
+        """Be idle, or fail as SGLang does: it refuses to release memory while anything is in flight."""
+        await self._engine.flush_cache()
+
+    release_kv_cache = sleep
+
     async def _nothing(self, **_kwargs: Any) -> None:
         """No memory moves and no profiler runs on a CPU."""
 
-    wake_up = sleep = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
+    wake_up = resume_kv_cache = start_profile = stop_profile = _nothing
 
 
 class CpuReplica(RolloutReplica):
@@ -144,7 +177,7 @@ class CpuReplica(RolloutReplica):
                 context_length=self.config.max_model_len,
                 response_length=self.config.response_length,
                 seed=self.config.seed,
-                server_args=dict(self.config.engine_kwargs.get("sglang") or {}),
+                server_args=server_arguments(self.config),
             )
         )
         await server.start.remote()
@@ -154,13 +187,16 @@ class CpuReplica(RolloutReplica):
 
 
 class CpuServerAdapter(BaseRollout):
-    """In every FSDP worker: sends the actor's weights to its replica's server."""
+    """In every FSDP worker, or in a worker beside a server that stands apart: sends weights to its replica's server."""
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, **_kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_kwargs: Any
+    ) -> None:
+        """`replica_rank` is given where the server stands apart; else FSDP workers and replicas are numbered alike."""
         super().__init__(config, model_config, device_mesh)
-        self._replica_rank, self._rank_in_replica = divmod(
-            int(os.environ["RANK"]), self.config.tensor_model_parallel_size
-        )
+        replica, self._rank_in_replica = divmod(int(os.environ["RANK"]), self.config.tensor_model_parallel_size)
+        self.replica_rank = replica if replica_rank == -1 else replica_rank
+        self.is_leader_rank = self._rank_in_replica == 0
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing was released."""
@@ -170,14 +206,19 @@ class CpuServerAdapter(BaseRollout):
 
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
+        peft_config: Any = None,
         **_kwargs: Any,
     ) -> None:
         """Every rank walks through the weights, since gathering them is collective; one of a replica sends them."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"sglang_cpu takes whole tensors only, not {wire_format!r}")
-        named = [(name, tensor.detach().cpu().float().numpy()) for name, tensor in weights]
-        if self._rank_in_replica == 0:
-            await ray.get_actor(server_name(self._replica_rank)).load_weights.remote(named, global_steps)
+        if peft_config is not None:
+            raise NotImplementedError(
+                "sglang_cpu loads no LoRA adapters: set actor_rollout_ref.model.lora.merge=True, which sends whole weights"
+            )
+        named = [(name, tensor.detach().cpu().float().numpy()) async for name, tensor in ensure_async_iterator(weights)]
+        if self.is_leader_rank:
+            await ray.get_actor(server_name(self.replica_rank)).load_weights.remote(named, global_steps)

@@ -46,6 +46,12 @@ class GenerationId(NamedTuple):
         """The id the engine sees: unique for every attempt, and readable in its logs."""
         return f"{self.request_id}:t{self.turn}:a{self.attempt}"
 
+    @classmethod
+    def of_rid(cls, rid: str) -> GenerationId:
+        """The id that has this `rid`. Raises ValueError: there is none."""
+        request_id, turn, attempt = rid.rsplit(":", 2)
+        return cls(request_id, int(turn.removeprefix("t")), int(attempt.removeprefix("a")))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -86,6 +92,8 @@ class Generation:
     """Aborted because the whole engine was paused, for no reason of this request's: asked again, it goes on."""
     cached_tokens: int = 0
     """How many input tokens came out of the prefix cache."""
+    queue_s: float = 0.0
+    """How long it was held back before the engine saw it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +103,8 @@ class EngineInfo:
     name: str
     vocab_size: int
     max_model_len: int
+    kv_capacity_tokens: int | None = None
+    """Tokens whose keys and values it can hold at once; None where it does not say."""
     device: str = "cpu"
     notice: str | None = None
     """One line a user should see, such as what stands in for a GPU."""

@@ -107,7 +107,7 @@ class SGLangEngine:
             device: None chooses.
             context_length: None is the model's own.
             random_seed: of the sampler. `SamplingParams.seed` has an effect only with
-                `server_args={"enable_deterministic_inference": True}`, which SGLang does not offer on a CPU.
+                `server_args={"enable_deterministic_inference": True}`; on a CPU `cpu.determinism` stands in for it.
             return_logprobs: False leaves `Generation.logprobs` None and saves their computation.
             server_args: further arguments of SGLang's `ServerArgs`; an unknown one is refused at start.
             start_timeout_s: how long loading may take.

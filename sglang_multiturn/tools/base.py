@@ -8,6 +8,9 @@ exactly once if created. Signatures are those of verl's PR #1037, so that tools 
             if parameters["city"] not in CITIES:
                 raise ToolError(f"I know no city {parameters['city']!r}.")   # the model reads this and goes on
             return CITIES[parameters["city"]], 0.0, {}
+
+A tool may also have `snapshot(instance_id, **kwargs)`, which returns what the instance remembers as JSON, and
+`restore(instance_id, state, **kwargs)`, which gives it to a new one. Neither class here has them.
 """
 
 from __future__ import annotations

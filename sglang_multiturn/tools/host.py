@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 from sglang_multiturn.tools.agent_data import AgentData
 
-__all__ = ["HostLeaks", "ToolHost", "ToolReply"]
+__all__ = ["MAX_SNAPSHOT_CHARS", "HostLeaks", "ToolHost", "ToolReply"]
+
+MAX_SNAPSHOT_CHARS = 1024 * 1024
+"""Of the JSON of one snapshot, which is ASCII: as many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +87,27 @@ class ToolHost(Protocol):
         """Judge the conversation; always finite."""
         ...
 
+    async def snapshot(self, instance_id: str) -> str:
+        """What the instance remembers, as JSON of at most `MAX_SNAPSHOT_CHARS`; only of tools that keep snapshots.
+
+        A cancelled call ends as others do, but the instance lives on.
+        """
+        ...
+
+    async def restore(self, instance_id: str, state: str) -> None:
+        """Give an instance that was just made what another one remembered: its `snapshot`, as it came."""
+        ...
+
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
         """Free the instance, whose process, if it has one, ends too. It is gone from here even when this raises."""
         ...
 
     def is_alive(self, instance_id: str) -> bool:
         """Whether the instance still exists: False once its process died, or was killed with a cancelled call."""
+        ...
+
+    async def look(self, instance_id: str) -> None:
+        """Bring `is_alive` up to date, where it may be as old as the last answer. Raises nothing of the tool's."""
         ...
 
     def leaks(self) -> HostLeaks:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,7 +21,7 @@ from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.base import Tool
 from sglang_multiturn.tools.blocking import StepOverdue, ToolOverdueError, stepped
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
-from sglang_multiturn.tools.results import unpack_instance_id, unpack_number, unpack_reply
+from sglang_multiturn.tools.results import snapshot_as_json, unpack_instance_id, unpack_number, unpack_reply
 from sglang_multiturn.tools.signatures import Verb, call_kwargs, create_args
 
 __all__ = ["AsyncHost", "ThreadHost"]
@@ -66,12 +67,21 @@ class _LocalHost:
     async def calc_reward(self, instance_id: str, kwargs: Mapping[str, Any]) -> float:
         return unpack_number(await self._call("calc_reward", kwargs, instance_id), f"{self._tool.name}.calc_reward")
 
+    async def snapshot(self, instance_id: str) -> str:
+        return snapshot_as_json(await self._call("snapshot", {}, instance_id), f"{self._tool.name}.snapshot")
+
+    async def restore(self, instance_id: str, state: str) -> None:
+        await self._call("restore", {}, instance_id, json.loads(state))
+
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
         self._instances.discard(instance_id)
         await self._call("release", kwargs, instance_id)
 
     def is_alive(self, instance_id: str) -> bool:
         return instance_id in self._instances
+
+    async def look(self, instance_id: str) -> None:
+        """Nothing is ever lost here."""
 
     def leaks(self) -> HostLeaks:
         return HostLeaks(live_instances=len(self._instances), left_behind=len(self._left_behind))

@@ -14,7 +14,7 @@ from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.arguments import ArgumentRules
 from sglang_multiturn.tools.base import Tool
 from sglang_multiturn.tools.schema_mistakes import schema_mistakes
-from sglang_multiturn.tools.tool_classes import load_class, make_tool
+from sglang_multiturn.tools.tool_classes import keeps_snapshots, load_class, make_tool
 
 __all__ = ["ToolEntry", "ToolRegistry", "ToolSource", "load_class", "make_tool"]
 
@@ -42,6 +42,8 @@ class ToolEntry:
     source: ToolSource | None = None
     place: str | None = None
     """`file:line` of its entry, where it has one."""
+    keeps_snapshots: bool = False
+    """Whether it has `snapshot` and `restore`."""
 
 
 class ToolRegistry:
@@ -63,8 +65,8 @@ class ToolRegistry:
             schemas: By name, whole, for tools that keep less of what they were made with (verl's classes do).
 
         Raises:
-            ConfigError: two tools of one name, settings for a tool that is not there or that runs elsewhere, or a
-                schema that is no JSON Schema.
+            ConfigError: two tools of one name, settings for a tool that is not there or that runs elsewhere, a schema
+                that is no JSON Schema, or a tool with only one of `snapshot` and `restore`.
         """
         self._entries: dict[str, ToolEntry] = {}
         self._rules: dict[str, ArgumentRules] = {}
@@ -77,7 +79,8 @@ class ToolRegistry:
                     "its class in a YAML, or use async or thread"
                 )
             schema = _schema_of(tool, (schemas or {}).get(tool.name))
-            self._add(ToolEntry(name=tool.name, schema=schema, settings=own, tool=tool), source)
+            keeps = keeps_snapshots(type(tool), source)
+            self._add(ToolEntry(name=tool.name, schema=schema, settings=own, tool=tool, keeps_snapshots=keeps), source)
         for name in given:
             raise ConfigError(
                 f"{source}: settings for {name!r}, which is no tool of these{closest(name, self._entries)}"
@@ -189,11 +192,20 @@ def _make_entry(entry: ToolConfig, place: str, class_place: str) -> ToolEntry:
     if entry.execution not in ("process", "ray"):
         tool = make_tool(entry.class_name, entry.config, entry.tool_schema, class_place)
         schema = _schema_of(tool, entry.tool_schema)
-        return ToolEntry(name=tool.name, schema=schema, settings=settings, tool=tool, place=place)
+        keeps = keeps_snapshots(type(tool), class_place)
+        return ToolEntry(
+            name=tool.name, schema=schema, settings=settings, tool=tool, place=place, keeps_snapshots=keeps
+        )
     tool_class = load_class(entry.class_name, class_place)
     schema = entry.tool_schema or _default_schema(tool_class, entry, class_place)
-    source = ToolSource(class_path=entry.class_name, config=entry.config)
-    return ToolEntry(name=schema.name, schema=schema, settings=settings, source=source, place=place)
+    return ToolEntry(
+        name=schema.name,
+        schema=schema,
+        settings=settings,
+        source=ToolSource(class_path=entry.class_name, config=entry.config),
+        place=place,
+        keeps_snapshots=keeps_snapshots(tool_class, class_place),
+    )
 
 
 def _default_schema(tool_class: type, entry: ToolConfig, place: str) -> ToolSchema:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
 from sglang_multiturn.errors import ToolContractError
 from sglang_multiturn.schemas import plain_json, plain_text
 from sglang_multiturn.tools.base import ToolResponse
-from sglang_multiturn.tools.host import ToolReply
+from sglang_multiturn.tools.host import MAX_SNAPSHOT_CHARS, ToolReply
 
-__all__ = ["unpack_instance_id", "unpack_number", "unpack_reply"]
+__all__ = ["snapshot_as_json", "unpack_instance_id", "unpack_number", "unpack_reply"]
+
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 
 
 def unpack_reply(result: Any, what: str) -> ToolReply:
@@ -57,6 +62,30 @@ def unpack_instance_id(created: Any, what: str) -> str:
     if not isinstance(instance_id, str):
         raise ToolContractError(f"{what} must return an instance id, got {type(instance_id).__name__}")
     return instance_id
+
+
+def snapshot_as_json(state: Any, what: str) -> str:
+    """What `snapshot` returned, as ASCII JSON from which the very same value can be read again.
+
+    Raises:
+        ToolContractError: it is not plain JSON, which a tuple, a key that is no text and NaN are not; or it is longer than
+            `MAX_SNAPSHOT_CHARS`.
+    """
+    try:
+        written = json.dumps(_JSON.validate_python(state), allow_nan=False, separators=(",", ":"))
+    except ValidationError as error:
+        said = error.errors(include_input=False, include_context=False, include_url=False)[0]["msg"]
+        raise ToolContractError(
+            f"{what} returned what is no JSON ({said}); make it of dicts with text as keys, lists, text, numbers, True, "
+            "False and None"
+        ) from None
+    except ValueError as error:
+        raise ToolContractError(f"{what} returned what is no JSON: {error}") from None
+    if len(written) > MAX_SNAPSHOT_CHARS:
+        raise ToolContractError(
+            f"{what} returned {len(written)} bytes of JSON; at most {MAX_SNAPSHOT_CHARS} are allowed"
+        )
+    return written
 
 
 def _text_of(response: Any, what: str) -> str:

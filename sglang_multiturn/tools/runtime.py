@@ -16,6 +16,7 @@ from sglang_multiturn.tools.faults import FaultPlan
 from sglang_multiturn.tools.host import HostLeaks, ToolHost
 from sglang_multiturn.tools.limits import Limiter
 from sglang_multiturn.tools.local_hosts import AsyncHost, ThreadHost
+from sglang_multiturn.tools.marks import InstanceMarks
 from sglang_multiturn.tools.ray.limits import make_limiter
 from sglang_multiturn.tools.registry import ToolEntry, ToolRegistry
 
@@ -33,18 +34,35 @@ class RunningTool:
     limiter: Limiter
     settings: ToolSettings
     timeout_s: float | None
-    """One create, execute or calc_reward."""
+    """One create, execute, calc_reward or snapshot."""
     faults: FaultPlan | None
+    marks: InstanceMarks | None = None
+    keeps_snapshots: bool = False
 
 
 class ToolRuntime:
     """`async with ToolRuntime(registry, config) as runtime`: what is still alive at the end is ended then."""
 
-    def __init__(self, registry: ToolRegistry, config: RolloutConfig | None = None, *, run_id: str = "run") -> None:
-        """`run_id` names the run in a Ray cluster, where its limits and Ray tools are shared by all its workers."""
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        config: RolloutConfig | None = None,
+        *,
+        run_id: str = "run",
+        marks: InstanceMarks | None = None,
+    ) -> None:
+        """Run the tools of `registry`.
+
+        Args:
+            registry: what there is.
+            config: deadlines of tools that have none of their own.
+            run_id: names the run in a Ray cluster, where its limits and Ray tools are shared by all its workers.
+            marks: is told of every instance that is made and gone.
+        """
         self.registry = registry
         self._config = config or RolloutConfig()
         self._run_id = run_id
+        self._marks = marks
         self._tools: dict[str, RunningTool] = {}
         self._reported: Mapping[str, HostLeaks] = {}
 
@@ -67,6 +85,8 @@ class ToolRuntime:
                 settings=settings,
                 timeout_s=timeout_s,
                 faults=None if settings.faults is None else FaultPlan(settings.faults, name),
+                marks=self._marks,
+                keeps_snapshots=entry.keeps_snapshots,
             )
         return self._tools[name]
 

@@ -25,6 +25,7 @@ from sglang_multiturn.config import RolloutConfig, closest
 from sglang_multiturn.errors import ToolDiedError, ToolError
 from sglang_multiturn.request import AsyncRolloutRequest, ErrorRecord
 from sglang_multiturn.schemas import plain_text
+from sglang_multiturn.tools.activity import Stage, ToolActivity
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.blocking import ToolOverdueError
 from sglang_multiturn.tools.host import ToolReply
@@ -105,6 +106,7 @@ class ToolSession:
         self._config = config
         self._metrics = request.metrics
         self._instances = Instances(spec, request.metrics, release_timeout_s=config.release_timeout_s)
+        self._activity = ToolActivity(request)
         self._calls_made: collections.Counter[str] = collections.Counter()
         self.offered = tuple(schema.name for schema in runtime.registry.schemas(spec.tool_names))
         self.named = tuple(
@@ -124,16 +126,26 @@ class ToolSession:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._instances.release_all()
+        with self._activity.releasing_all():
+            await self._instances.release_all()
 
     async def create(self, name: str) -> FailedCreate | None:
         """Make the instance of a tool in `named`. Raises nothing of the tool's; the first call of it tries again."""
         tool = self._runtime.tool(name)
-        failed = await self._start(tool) or await self._in_time(tool, self._instances.get(tool), lambda _: None)
+        async with self._instances.in_use(tool):
+            failed = await self._start(tool) or await self._in_time(tool, self._instance(tool), lambda _: None)
         if failed is None:
             return None
         logger.info("request %s: %s.create: %s", self._spec.request_id, name, failed.text)
         return FailedCreate(name=name, outcome=failed.outcome, text=failed.text, error=failed.error)
+
+    def suspend(self) -> None:
+        """Begin to take snapshots of what tools remember. What runs goes on; only a tool's next call waits for its own."""
+        self._instances.suspend()
+
+    def resume(self) -> None:
+        """The conversation goes on."""
+        self._instances.resume()
 
     async def execute(self, calls: Sequence[NumberedCall], turn: int) -> list[ToolAnswer]:
         """Answer every call of a turn, side by side; answers come in the order of the calls. Raises nothing of a tool's."""
@@ -141,24 +153,30 @@ class ToolSession:
         skipped = f"Not executed: at most {limit} tool calls are made a turn. Call it again if you still need it."
         self._tell_agent_data(turn)
         answers: list[ToolAnswer | None] = [self._refusal(call, turn) for call in calls[:limit]]
-        async with asyncio.TaskGroup() as group:
-            tasks = {
-                at: group.create_task(self._answer(calls[at], turn))
-                for at, refused in enumerate(answers)
-                if refused is None
-            }
-        made = [tasks[at].result() if answer is None else answer for at, answer in enumerate(answers)]
+        asked = {at: calls[at] for at, refused in enumerate(answers) if refused is None}
+        made = {n.call_id: n.call.name for n in asked.values() if isinstance(n.call, ParsedCall)}
+        with self._activity.calls(made, Stage.ANSWER, of=len(calls), then=""):
+            async with asyncio.TaskGroup() as group:
+                tasks = {at: group.create_task(self._answer(numbered, turn)) for at, numbered in asked.items()}
+        given = [tasks[at].result() if answer is None else answer for at, answer in enumerate(answers)]
         if self._agent_data is not None:
-            self._agent_data.tool_rewards += [answer.record.reward for answer in made]
-        return made + [_refused(call, turn, CallOutcome.SKIPPED, skipped) for call in calls[limit:]]
+            self._agent_data.tool_rewards += [answer.record.reward for answer in given]
+        return given + [_refused(call, turn, CallOutcome.SKIPPED, skipped) for call in calls[limit:]]
 
     async def calc_rewards(self) -> list[CalcReward]:
         """`calc_reward` of every instance that was kept for the conversation, once, in the order of creation.
 
-        Raises nothing of a tool's. An instance that was lost with its process has nothing to say.
+        Raises nothing of a tool's. An instance that was lost with its process is made anew from its last snapshot; without
+        one it has nothing to say.
         """
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._calc_reward(instance)) for instance in self._instances.kept()]
+            for name in self._instances.restorable():
+                group.create_task(self.create(name))
+        kept = self._instances.kept()
+        names = {instance.tool.name: instance.tool.name for instance in kept}
+        with self._activity.calls(names, Stage.CALC_REWARD, of=len(kept), then=self._request.waiting_for):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._calc_reward(instance)) for instance in kept]
         return [task.result() for task in tasks]
 
     def _new_agent_data(self) -> AgentData | None:
@@ -206,7 +224,11 @@ class ToolSession:
         assert isinstance(call, ParsedCall)  # broken ones were refused
         started = time.monotonic()
         tool = self._runtime.tool(call.name)
-        attempt = await self._with_retries(tool, numbered.call_id, call)
+        if self._instances.gives_snapshot(tool):
+            self._activity.reaches(Stage.SNAPSHOT, tool, numbered.call_id)
+        async with self._instances.in_use(tool):
+            attempt = await self._with_retries(tool, numbered.call_id, call)
+        self._activity.answered(numbered.call_id)
         duration_s = time.monotonic() - started
         self._metrics.tool_s += duration_s
         record = ToolCallRecord(
@@ -229,6 +251,7 @@ class ToolSession:
             if attempt.outcome not in _RETRIED:
                 break
             self._metrics.tool_retries += 1
+            self._activity.reaches(Stage.RETRY, tool, call_id, number)
             await asyncio.sleep(random.uniform(0, tool.settings.retry_backoff_s * 2 ** (number - 1)))
             attempt = await self._attempt(tool, call_id, call, number)
         return attempt
@@ -236,9 +259,11 @@ class ToolSession:
     async def _attempt(self, tool: RunningTool, call_id: str, call: ParsedCall, number: int) -> _Attempt:
         """One try of a call, when the tool's limits let it begin; `number` is 0 for the first."""
         per_call = f"{call_id}-{number}" if tool.settings.instance_scope == "call" else None
+        self._activity.reaches(Stage.LOAD, tool, call_id, number)
         if failed := await self._start(tool):
             return failed
         asked = time.monotonic()
+        self._activity.reaches(Stage.PLACE, tool, call_id, number)
         try:
             async with tool.limiter.slot(None if tool.timeout_s is None else tool.timeout_s + _SLOT_GRACE_S):
                 self._metrics.tool_queue_s += time.monotonic() - asked
@@ -246,7 +271,9 @@ class ToolSession:
                     return await self._in_time(tool, self._run(tool, call_id, per_call, call, number), _answered)
                 finally:
                     if per_call is not None:
+                        self._activity.reaches(Stage.RELEASE, tool, call_id, number)
                         await to_its_end(self._instances.release(tool, per_call))
+                        self._activity.gone(tool, per_call)
         except ToolDiedError as error:  # whoever keeps the limits of the run
             return _failed(CallOutcome.DIED, error, str(error))
 
@@ -263,18 +290,29 @@ class ToolSession:
     async def _run(
         self, tool: RunningTool, call_id: str, per_call: str | None, call: ParsedCall, number: int
     ) -> ToolReply:
+        is_made = self._activity.holds(tool, per_call)
+        self._activity.reaches(Stage.ANSWER if is_made else Stage.CREATE, tool, call_id, number)
         if tool.faults is not None and not self._spec.validate:
             fault = tool.faults.draw(self._spec.request_id, call_id, number)
             self._metrics.injected_faults += fault.error or fault.hang
             await fault.happen()
-        instance = await self._instances.get(tool, per_call)
+        instance = await self._instance(tool, per_call)
+        if not is_made:
+            self._activity.reaches(Stage.ANSWER, tool, call_id, number)
         arguments = self._runtime.registry.with_defaults(tool.name, call.arguments)
         return await tool.host.execute(instance.instance_id, arguments, instance.row.execute_kwargs, self._agent_data)
 
+    async def _instance(self, tool: RunningTool, per_call: str | None = None) -> Instance:
+        instance = await self._instances.get(tool, per_call)
+        self._activity.made(tool, per_call)
+        return instance
+
     async def _calc_reward(self, instance: Instance) -> CalcReward:
-        asked = instance.tool.host.calc_reward(instance.instance_id, instance.row.calc_reward_kwargs)
-        name = instance.tool.name
-        said = await self._in_time(instance.tool, asked, lambda value: value)
+        tool, name = instance.tool, instance.tool.name
+        async with self._instances.in_use(tool):
+            asked = tool.host.calc_reward(instance.instance_id, instance.row.calc_reward_kwargs)
+            said = await self._in_time(tool, asked, lambda value: value)
+        self._activity.answered(name)
         if isinstance(said, _Attempt):
             return CalcReward(name=name, outcome=said.outcome, error=said.error)
         return CalcReward(name=name, outcome=CallOutcome.OK, value=said)
@@ -290,15 +328,27 @@ class ToolSession:
         except ToolError as error:
             return _failed(CallOutcome.TOOL_ERROR, error, str(error))
         except ToolDiedError as error:
-            return _failed(CallOutcome.DIED, error, f"{error}; what it remembered of this conversation is gone")
+            self._forget_lost(tool)
+            return _failed(CallOutcome.DIED, error, f"{error}; {self._what_is_left(tool)}")
         except Exception as error:  # noqa: BLE001 - other people's code raises anything
             timed_out = isinstance(error, ToolOverdueError) or (isinstance(error, TimeoutError) and clock.expired())
             if not timed_out:
                 return _failed(CallOutcome.RAISED, error, "the tool failed")
-            self._instances.forget_lost(tool)
-            gone = " and was stopped; what it remembered of this conversation is gone"
+            self._forget_lost(tool)
+            gone = f" and was stopped; {self._what_is_left(tool)}"
             text = f"the tool did not answer within {tool.timeout_s:g} seconds"
             return _failed(CallOutcome.TIMEOUT, TimeoutError(text), text + gone * (self._metrics.lost_instances > lost))
+
+    def _what_is_left(self, tool: RunningTool) -> str:
+        if self._instances.can_restore(tool):
+            return "it goes on from an earlier state of this conversation, in which this call was not made"
+        return "what it remembered of this conversation is gone"
+
+    def _forget_lost(self, tool: RunningTool) -> None:
+        lost = self._metrics.lost_instances
+        self._instances.forget_lost(tool)
+        if self._metrics.lost_instances > lost:
+            self._activity.gone(tool, None)
 
 
 def _answered(reply: ToolReply) -> _Attempt:

@@ -5,7 +5,7 @@
 | verl's PR #1037, 0.4, 0.5 | `create(instance_id, **create_kwargs)`: flat |
 | verl 0.6 to 0.9 | `create(create_kwargs={...})`: nested |
 
-What a method gets follows from what it says it takes, for all four verbs alike:
+What a method gets follows from what it says it takes, for all verbs alike:
 
 * names in its signature get the row's keys of these names; `**kwargs` gets all of them;
 * `create_kwargs` (`execute_kwargs`, ...) gets the whole row part, when the signature names it, or when the method
@@ -29,10 +29,18 @@ from sglang_multiturn.errors import ToolContractError
 
 __all__ = ["Verb", "call_kwargs", "create_args", "takes_agent_data"]
 
-Verb = Literal["create", "execute", "calc_reward", "release"]
+Verb = Literal["create", "execute", "calc_reward", "snapshot", "restore", "release"]
 
-_OURS: Mapping[Verb, int] = {"create": 1, "execute": 2, "calc_reward": 1, "release": 1}
-"""How many arguments the caller gives by position: the instance id, and for `execute` the model's."""
+_OURS: Mapping[Verb, int] = {
+    "create": 1,
+    "execute": 2,
+    "calc_reward": 1,
+    "snapshot": 1,
+    "restore": 2,
+    "release": 1,
+}
+"""How many arguments the caller gives by position: the instance id, and the model's for `execute`, the state for
+`restore`."""
 _AGENT_DATA = "agent_data"
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -67,8 +75,8 @@ def call_kwargs(
 
     Args:
         method: A bound method of a tool.
-        verb: Which of the four it is.
-        row_kwargs: The row's `<verb>_kwargs` for this tool.
+        verb: Which it is.
+        row_kwargs: The row's `<verb>_kwargs` for this tool; rows have none for `snapshot` and `restore`.
         agent_data: The conversation as verl's tools see it; None where there is none.
 
     Raises:

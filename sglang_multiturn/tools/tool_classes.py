@@ -23,9 +23,10 @@ from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.base import Tool
 from sglang_multiturn.tools.verl_versions import MOVED_CLASSES, deleted_module, verl_or_stand_in
 
-__all__ = ["load_class", "make_tool"]
+__all__ = ["keeps_snapshots", "load_class", "make_tool"]
 
 _METHODS = ("create", "execute", "calc_reward", "release")
+_OPTIONAL = ("snapshot", "restore")
 
 
 def load_class(path: str, source: str) -> type:
@@ -65,6 +66,18 @@ def make_tool(class_path: str, config: Mapping[str, Any], tool_schema: ToolSchem
     if not isinstance(tool, Tool):
         raise ConfigError(f"{source}: {class_path} made a {type(tool).__name__} that is no tool: it has no name")
     return tool
+
+
+def keeps_snapshots(tool_class: type, source: str) -> bool:
+    """Whether a tool class has `snapshot` and `restore`. Raises ConfigError: it has only one of them."""
+    has = [name for name in _OPTIONAL if callable(getattr(tool_class, name, None))]
+    if len(has) == 1:
+        other = _OPTIONAL[has == ["snapshot"]]
+        raise ConfigError(
+            f"{source}: {tool_class.__name__} has {has[0]!r} and no {other!r}, and neither is of use without the other; "
+            f"write {other!r} too, or give the method another name"
+        )
+    return bool(has)
 
 
 def _as_its_own(tool_class: type, schema: ToolSchema | None) -> Any:

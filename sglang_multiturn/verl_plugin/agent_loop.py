@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.utils.rollout_trace import rollout_trace_op
 
 from sglang_multiturn.verl_plugin.rows import RowOutput
 from sglang_multiturn.verl_plugin.worker import context_of
@@ -33,12 +34,13 @@ class SglangMultiturnAgentLoop(AgentLoopBase):
             ConfigError: in the first conversation of a worker, when a setting is wrong.
             TemplateError: there too, when the model's chat template cannot be proved append-only.
         """
+        self.tokenizer = tokenizer  # verl's tracing decodes with it, where `rollout.trace.token2text` is set
         self._context = context_of(
             trainer_config.config, server_manager, tokenizer, tools.tools if tools is not None else [], entry
         )
 
-    async def run(  # type: ignore[override]  # verl declares one row and takes a list as well (agent_loop_tq.py:152)
-        self, sampling_params: dict[str, Any], **row: Any
-    ) -> list[RowOutput] | RowOutput:
+    # verl declares that `run` returns one row, and takes a list as well (agent_loop_tq.py:152).
+    @rollout_trace_op  # type: ignore[untyped-decorator]
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[RowOutput] | RowOutput:
         """Run the conversation. Whatever happens in it is data: only a cancellation leaves this method as an error."""
         return await self._context.run(sampling_params, row)

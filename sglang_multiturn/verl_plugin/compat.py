@@ -6,6 +6,13 @@
    inside rl_dataset.py:130). verl reads `multi_turn.tool_config_path` with it in every worker and dataset before any loop
    sees it. It refuses `config: {}` (tool_registry.py:58 wants `config.type`) and its schema classes drop everything nested
    (verl/tools/schemas.py:22), so a prompt's length would be filtered by another schema than the model is shown.
+3. `RolloutReplicaRegistry` under verl's own name `sglang` (verl/workers/rollout/replica.py:391): the same replica, whose
+   server can end one generation of ours (`server.SglangReplica`). verl has no way to: a conversation that hung in its
+   generation would hold its step up until the model stopped by itself. Other loops' requests go through verl's code alone,
+   and prefill-decode disaggregation (replica.py:402) keeps verl's own classes.
+4. `AgentLoopWorker._run_agent_loop` (agent_loop.py:661), which V0's and V1's workers share: it notes what `trajectory`
+   says (validation or training, the step) where a loop can find it (`purpose`), and calls verl's own. verl does not tell a
+   loop; what it samples with does not say it where validation samples as training does.
 
 A tool YAML is ours when verl's loader could not load it as meant, or when it says so:
   - it has a `rollout:` key (verl knows none), or
@@ -20,6 +27,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
+import logging
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,16 +38,21 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from sglang_multiturn.verl_plugin.purpose import for_purpose
+
 if TYPE_CHECKING:
     from sglang_multiturn.config import ToolsConfig
     from sglang_multiturn.schemas import ToolSchema
     from sglang_multiturn.tools.base import Tool
     from sglang_multiturn.tools.registry import ToolRegistry
 
+logger = logging.getLogger(__name__)
+
 LOOP_NAME = "sglang_multiturn"
 LOOP_CLASS = "sglang_multiturn.verl_plugin.agent_loop.SglangMultiturnAgentLoop"
 TOOL_REGISTRY_MODULE = "verl.tools.tool_registry"
 AGENT_LOOP_MODULE = "verl.experimental.agent_loop.agent_loop"
+REPLICA_MODULE = "verl.workers.rollout.replica"
 _VERLS_KEYS = frozenset({"class_name", "config", "tool_schema"})
 """What verl's loader reads of an entry; it passes over any other key without a word."""
 
@@ -62,6 +76,37 @@ def patch_agent_loop(agent_loop: ModuleType) -> None:
     if not callable(agent_loop.load_all_tools):
         raise TypeError(f"{AGENT_LOOP_MODULE}.load_all_tools is not a function any more")
     agent_loop.load_all_tools = sys.modules[TOOL_REGISTRY_MODULE].load_all_tools  # type: ignore[attr-defined]
+
+
+def patch_replica(replica: ModuleType) -> None:
+    """Patch 3."""
+    registry = replica.RolloutReplicaRegistry
+    original = registry._registry["sglang"]
+
+    @functools.wraps(original)
+    def load() -> type[Any]:
+        verls: type[Any] = original()
+        try:
+            from sglang_multiturn.verl_plugin import server
+        except Exception:  # this verl's server is another than ours builds on: it works without us, aborts do not
+            logger.exception("sglang_multiturn could not extend verl's SGLang server; generations cannot be aborted")
+            return verls
+        return server.SglangReplica if verls is server.verls.SGLangReplica else verls
+
+    registry.register("sglang", load)
+
+
+def patch_agent_loop_worker(agent_loop: ModuleType) -> None:
+    """Patch 4."""
+    original = agent_loop.AgentLoopWorker._run_agent_loop
+    inspect.signature(original).bind(None, {}, trajectory={}, agent_name="")  # TypeError: not as it was
+
+    @functools.wraps(original)
+    async def _run_agent_loop(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
+        with for_purpose(trajectory):
+            return await original(self, sampling_params, trajectory, **kwargs)
+
+    agent_loop.AgentLoopWorker._run_agent_loop = _run_agent_loop
 
 
 def is_ours(path: str | Path) -> bool:

@@ -24,6 +24,8 @@ def install() -> None:
 
     after_import(compat.TOOL_REGISTRY_MODULE, compat.patch_tool_loader)
     after_import(compat.AGENT_LOOP_MODULE, compat.patch_agent_loop)
+    after_import(compat.AGENT_LOOP_MODULE, compat.patch_agent_loop_worker)
+    after_import(compat.REPLICA_MODULE, compat.patch_replica)
     if os.environ.get(CPU_VARIABLE) == "1":
         from sglang_multiturn.cpu import verl_platform
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
@@ -49,8 +50,19 @@ def request_spec(
     sampling: SamplingParams,
     known_tools: tuple[str, ...],
     validate: bool,
+    step: int = 0,
+    sample_index: int = 0,
 ) -> RequestSpec:
     """What one conversation is asked to do.
+
+    Args:
+        row: as verl hands it to a loop.
+        names: names it; one for all conversations of a process.
+        sampling: what verl asks for.
+        known_tools: names of all tools that are configured.
+        validate: whether it is validation.
+        step: the trainer's.
+        sample_index: which of its prompt's samples it is, where the row does not say so itself (`session_id`).
 
     Raises:
         DataError: the row is no conversation.
@@ -66,12 +78,12 @@ def request_spec(
         request_id=request_id,
         uid=uid,
         input_index=index,
-        sample_index=int(row.get("session_id", 0)),
+        sample_index=int(row.get("session_id", sample_index)),
         sampling=sampling,
         validate=validate,
     )
     names.note_tools(spec.tools_kwargs, known_tools)
-    return spec
+    return dataclasses.replace(spec, step=step)
 
 
 def _with_known_tools(extra_info: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from sglang_multiturn.request import Disposition
 from sglang_multiturn.rewards import RewardParts, reward_parts
 from sglang_multiturn.tokens import NOT_SAMPLED_LOGPROB, TokenLedger
 from sglang_multiturn.trajectory import Trajectory
+from sglang_multiturn.verl_plugin.tally import validation_figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,23 @@ class RowRules:
     """Stands where a row needs a token and the trajectory has none."""
     settings: RolloutConfig = field(default_factory=RolloutConfig)
     """Which step rewards count, and how much."""
+    validation_settings: RolloutConfig | None = None
+    """The same of validation conversations; None takes `settings`."""
     unscored_extra: tuple[str, ...] = ()
     """Further keys of `reward_extra_info` that an unscored row must have (the DAPO filter reads one)."""
 
+    def wants_logprobs(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory's rows have log-probabilities; those of validation train nothing and have none."""
+        return self.with_logprobs and not trajectory.validate
 
+    def places_step_rewards(self, trajectory: Trajectory) -> bool:
+        """Whether step rewards stand where they were earned."""
+        settings = (self.validation_settings if trajectory.validate else None) or self.settings
+        return settings.step_rewards != "off"
+
+
+TALLY = "rollout_tally"
+"""Field of a row: numbers of conversations for the trainer's logger (`tally`), on one row of each."""
 _REWARD_UNIT = 2.0**-20
 """Sums of its multiples are exact in float32 while they stay below 16."""
 
@@ -105,7 +119,7 @@ def _training_row(
 ) -> RowOutput:
     end = ledger.num_tokens_to_last_sampled
     logprobs = ledger.response_logprobs
-    if rules.with_logprobs and logprobs is None:
+    if rules.wants_logprobs(trajectory) and logprobs is None:
         raise ValueError(f"request {trajectory.request_id}: log-probabilities were asked for and the server sent none")
     return _row(
         trajectory,
@@ -158,7 +172,7 @@ def _row(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=response_mask,
-        response_logprobs=list(response_logprobs) if rules.with_logprobs else None,
+        response_logprobs=list(response_logprobs) if rules.wants_logprobs(trajectory) else None,
         reward_score=reward if rules.scored_here else None,
         num_turns=trajectory.num_turns,
         # All four, although three have defaults: `as_dict` leaves out what was not set.
@@ -177,9 +191,10 @@ def _row(
             "reward_extra_info": extra,
             "request_id": trajectory.request_id,
             "stop_reason": trajectory.stop_reason.value,
+            TALLY: {},
         },
     )
-    if rules.settings.step_rewards != "off":
+    if rules.places_step_rewards(trajectory):
         row._step_rewards = step_rewards
     return row
 
@@ -187,11 +202,14 @@ def _row(
 def _reward_extra(trajectory: Trajectory, rules: RowRules, *, user_extra: bool) -> dict[str, Any]:
     """`acc` and `score` as verl's own reward managers name them (reward_manager/naive.py:110), on every row.
 
-    `step_reward` and `calc_reward` join them where those count: their parts of the reward. What a reward function returned
-    beside its score joins them under V1, which allows rows to differ; V0 does not.
+    `step_reward` and `calc_reward` join them where those count in training: their parts of the reward; a validation's reward
+    is the score alone, and they say what would have been added. What a reward function returned beside its score joins them
+    under V1, which allows rows to differ; V0 does not. A validation row has figures of its conversation too.
     """
     score = trajectory.rewards.score if trajectory.rewards.score is not None else trajectory.reward or 0.0
     extra: dict[str, Any] = dict.fromkeys(rules.unscored_extra, 0.0) if user_extra else {}
+    if trajectory.validate and rules.settings.validation_figures:
+        extra |= validation_figures(trajectory)
     extra |= {"score": score, "acc": score}
     parts = _parts(trajectory, rules)
     if rules.settings.step_rewards != "off":

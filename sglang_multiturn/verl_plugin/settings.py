@@ -52,7 +52,32 @@ def merge_settings(rollout: Any, yaml_settings: RolloutConfig | None, entry: Map
     values |= validate_config(given, RolloutConfig, "agent_loop_config_path").model_dump(exclude_unset=True)
     for ours, theirs in (("max_prompt_tokens", "prompt_length"), ("max_response_tokens", "response_length")):
         values[ours] = min(values.get(ours) or rollout[theirs], rollout[theirs])
-    return validate_config(values, RolloutConfig, "the merged settings")
+    merged = validate_config(values, RolloutConfig, "the merged settings")
+    refuse_standalone(merged)
+    return merged
+
+
+def refuse_standalone(settings: RolloutConfig) -> None:
+    """Raises ConfigError for a policy that the standalone runner has and verl has in a place of its own."""
+    if settings.max_staleness is None and settings.stale == "train":
+        return
+    raise ConfigError(
+        "max_staleness and stale are for runs without verl, whose trainer decides which rollouts are too old: leave them out "
+        "and set trainer.v1.sampler.max_off_policy_threshold (weight versions) and "
+        "trainer.v1.sampler.max_off_policy_strategy (drop or wait), which V1's asynchronous trainer modes obey"
+    )
+
+
+def validation_settings(settings: RolloutConfig, *, has_reward_fn: bool) -> RolloutConfig:
+    """The settings of validation conversations: the reward is the score alone, and length takes none of it away.
+
+    Where no reward function gives a score, step rewards and `calc_reward` are all there is, and stay. A rollout that
+    `timeout: drop` or `failed` would drop counts as 0 (`row_keeping`).
+    """
+    changes: dict[str, Any] = {"overlong": "train"}
+    if has_reward_fn:
+        changes |= {"score_weight": 1.0, "step_rewards": "off", "calc_rewards": "off"}
+    return settings.model_copy(update=changes)
 
 
 def refuse_unsupported(rollout: Any) -> None:
@@ -65,9 +90,9 @@ def refuse_unsupported(rollout: Any) -> None:
 
 
 def refuse_leaking_faults(config: Any, tools: ToolRegistry) -> None:
-    """Raises ConfigError where a tool's injected faults would reach validation too.
+    """Raises ConfigError where a tool's injected faults would reach validation too, for a verl that was not adapted.
 
-    verl does not tell a loop what a conversation is for; how it is sampled does, unless validation samples as training.
+    There only how a conversation is sampled tells what it is for, unless validation samples as training does.
     """
     faulty = [entry for entry in tools.entries if entry.settings.faults is not None]
     rollout, trainer = config.actor_rollout_ref.rollout, config.get("trainer") or {}

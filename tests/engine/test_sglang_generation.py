@@ -225,5 +225,6 @@ def test_info_says_what_stands_in_for_a_gpu(sglang_engine: SGLangEngine) -> None
     config = json.loads((TINY_MODEL / "config.json").read_text())
     assert (info.device, info.vocab_size) == ("cpu", config["vocab_size"])
     assert 0 < config["max_position_embeddings"] - info.max_model_len <= 6
+    assert info.kv_capacity_tokens == 16_384
     assert info.notice is not None
     assert "speed figures mean nothing" in info.notice

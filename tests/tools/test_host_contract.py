@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
 import pytest
+from tools.remembering_tool import RememberingTool
 from tools.scheduled_tool import ScheduledTool
 
 from sglang_multiturn.config import ToolSettings
@@ -26,6 +31,13 @@ ELSEWHERE: dict[str, Any] = {
     "config": CONFIG,
     "tool_schema": ScheduledTool(CONFIG).tool_schema,
     "settings": ToolSettings(execution="process"),
+}
+
+REMEMBERING: dict[str, Any] = ELSEWHERE | {
+    "name": "memory",
+    "class_path": "tools.remembering_tool.RememberingTool",
+    "config": {},
+    "tool_schema": RememberingTool({}).tool_schema,
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_job")]
@@ -154,3 +166,110 @@ async def test_calls_of_one_instance_may_overlap(make: Callable[[], ToolHost]) -
             calls = [group.create_task(host.execute(made, {"behave": "slow"}, {})) for _ in range(4)]
         assert [task.result().text for task in calls] == ["done"] * 4
         await host.release(made, {})
+
+
+# Snapshots
+
+
+def remembering_async() -> ToolHost:
+    return AsyncHost(RememberingTool({}))
+
+
+def remembering_thread() -> ToolHost:
+    return ThreadHost(RememberingTool({}))
+
+
+def remembering_process() -> ToolHost:
+    return ProcessHost(**REMEMBERING)
+
+
+def remembering_ray() -> ToolHost:
+    return RayHost(run_id="snapshots", **REMEMBERING)
+
+
+every_remembering = pytest.mark.parametrize(
+    "make", [remembering_async, remembering_thread, remembering_process, remembering_ray]
+)
+
+
+@every_remembering
+async def test_an_instance_goes_on_from_the_snapshot_of_another(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        first = await host.create("r1", {})
+        await host.execute(first, {"word": "\u00e4\U0001f600"}, {})
+        state = await host.snapshot(first)
+        assert json.loads(state) == {"words": ["\u00e4\U0001f600"], "fails": {}}
+        assert (await host.execute(first, {"word": "b"}, {})).text == "\u00e4\U0001f600 b"
+        second = await host.create("r2", {})
+        await host.restore(second, state)
+        assert (await host.execute(second, {"word": "c"}, {})).text == "\u00e4\U0001f600 c"
+        third = await host.create("r3", {})
+        await host.restore(third, state)
+        assert (await host.execute(third, {"word": "d"}, {})).text == "\u00e4\U0001f600 d"
+        assert (await host.execute(first, {"word": "e"}, {})).text == "\u00e4\U0001f600 b e"
+        for made in (first, second, third):
+            await host.release(made, {})
+
+
+@every_remembering
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("raises", (ValueError, ToolRaisedError), "a bug of the tool's"),
+        ("says_why", ToolError, "^not today$"),
+        (
+            "returns_rubbish",
+            ToolContractError,
+            r"^memory\.snapshot returned what is no JSON \(input was not a valid JSON",
+        ),
+        ("returns_keys_that_are_no_text", ToolContractError, r"is no JSON \(Input should be a valid string\)"),
+        ("returns_nan", ToolContractError, r"is no JSON"),
+        ("returns_too_much", ToolContractError, r"returned 2097154 bytes of JSON; at most 1048576 are allowed$"),
+    ],
+)
+async def test_a_snapshot_that_fails_says_why_and_the_instance_goes_on(
+    make: Callable[[], ToolHost], how: str, error: Any, words: str
+) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        await host.execute(made, {"word": "a", "fails": {"snapshot": how}}, {})
+        with pytest.raises(error, match=words):
+            await host.snapshot(made)
+        assert (await host.execute(made, {"word": "b"}, {})).text == "a b"
+        await host.release(made, {})
+
+
+@every_remembering
+async def test_a_snapshot_that_is_cancelled_does_not_end_the_instance(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        await host.execute(made, {"word": "a", "fails": {"snapshot": "hangs"}}, {})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await host.snapshot(made)
+        assert host.is_alive(made)
+        assert (await host.execute(made, {"word": "b"}, {})).text == "a b"
+        await host.release(made, {})
+
+
+@every_remembering
+async def test_a_restore_that_fails_says_why(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        made = await host.create("r1", {})
+        with pytest.raises((ValueError, ToolRaisedError), match="a bug of the tool's"):
+            await host.restore(made, json.dumps({"words": [], "fails": {"restore": "raises"}}))
+        await host.release(made, {})
+
+
+@pytest.mark.parametrize("make", [remembering_process, remembering_ray])
+async def test_a_host_that_looks_knows_whether_an_instance_still_lives(make: Callable[[], ToolHost]) -> None:
+    async with opened(make) as host:
+        killed, well = await host.create("r1", {}), await host.create("r2", {})
+        process = psutil.Process((await host.execute(killed, {}, {})).metrics["pid"])
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(process.wait, 60)
+        await host.look(killed)
+        await host.look(well)
+        assert not host.is_alive(killed)
+        assert host.is_alive(well)
+        await host.release(well, {})

@@ -12,69 +12,37 @@ import pytest
 
 pytest.importorskip("verl")
 
-import numpy as np
-from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
-from launch import main_ppo_overrides  # type: ignore[import-not-found]  # examples/gsm8k_tool
 from omegaconf import DictConfig, OmegaConf, open_dict
-from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
-from verl.workers.rollout.replica import TokenOutput
 
 from sglang_multiturn.chat.hf_template import HFChatTemplate
-from sglang_multiturn.engine.base import GenerationId, SamplingParams
-from sglang_multiturn.engine.scripted import Script, ScriptedEngine, ScriptedTurn
+from sglang_multiturn.engine.base import GenerationId
+from sglang_multiturn.engine.scripted import ScriptedTurn
 from sglang_multiturn.errors import ConfigError
-from sglang_multiturn.schemas import ToolSchema
+from sglang_multiturn.marks import read_marks
 from sglang_multiturn.tools.base import BaseTool
 from sglang_multiturn.tools.registry import ToolRegistry
-from sglang_multiturn.trajectory import Trajectory, read_trajectories
-from sglang_multiturn.verl_plugin.worker import GroupCount
+from sglang_multiturn.verl_plugin.row_keeping import GroupCount
+from sglang_multiturn.verl_plugin.worker import _CONTEXTS, WorkerContext
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k_tool"
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-
-
-class BrokenTool(BaseTool):
-    """A tool with a bug that shows in one session."""
-
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        if kwargs.get("broken"):
-            raise RuntimeError("the disk is full")
-        return instance_id or "i"
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
-        return "4", 0.0, {}
-
-
-SHOWN = ToolSchema.model_validate(
-    {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+from in_worker import (
+    CALL,
+    SAMPLING,
+    SHOWN,
+    BrokenTool,
+    PayingTool,
+    RawWorker,
+    ScriptedServers,
+    demo_config,
+    journal,
+    question,
+    scripted,
+    tool_yaml,
+    two_turns,
+    v0_batch,
+    v1_session,
 )
-
-
-class ScriptedServers:
-    """verl's server client in front of a scripted engine; it counts the turns that verl's client does not tell."""
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.engine = engine
-        self.turns: Counter[str] = Counter()
-        self.started = asyncio.Event()
-
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> TokenOutput:
-        params = SamplingParams(
-            max_new_tokens=sampling_params["max_tokens"], stop_token_ids=tuple(sampling_params["stop_token_ids"])
-        )
-        turn = self.turns[request_id]
-        self.turns[request_id] += 1
-        self.started.set()
-        generation = await self.engine.generate(GenerationId(request_id, turn), prompt_ids, params)
-        return TokenOutput(
-            token_ids=list(generation.token_ids),
-            log_probs=list(generation.logprobs or ()),
-            stop_reason=generation.finish_reason.value,
-            extra_fields={"global_steps": 4},
-        )
 
 
 @pytest.fixture
@@ -84,69 +52,7 @@ def template(tiny_model: Path) -> HFChatTemplate:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfig:
-    """verl's real configuration for the demo."""
-    overrides = main_ppo_overrides(
-        model=tiny_model,
-        train=tmp_path / "train.parquet",
-        heldout=tmp_path / "heldout.parquet",
-        tools=calculator_yaml,
-        reward=EXAMPLE / "reward.py",
-        run_dir=tmp_path,
-        steps=1,
-        seed=1,
-    )
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=overrides)
-
-
-def tool_yaml(folder: Path, **rollout: Any) -> str:
-    """A YAML with the tool above, shown to the model as the calculator."""
-    path = folder / "broken.yaml"
-    schema = SHOWN.for_template()
-    entry = {"class_name": f"{BrokenTool.__module__}.BrokenTool", "config": {}, "tool_schema": schema}
-    OmegaConf.save(OmegaConf.create({"tools": [entry], "rollout": rollout}), path)
-    return str(path)
-
-
-class RawWorker(AgentLoopWorker):  # type: ignore[misc]
-    """verl's worker up to what the loop returned, which the V1 worker takes from there."""
-
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
-        return output
-
-
-async def v1_session(worker: AgentLoopWorker, session_id: int = 0, *, sampling: Any = None, **row: Any) -> Any:
-    """One session as the V1 worker starts it (agent_loop_tq.py:113-121)."""
-    info = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
-    return await worker._run_agent_loop(
-        dict(sampling or SAMPLING),
-        info,
-        agent_name="sglang_multiturn",
-        trace=False,
-        session_id=session_id,
-        global_steps=5,
-        **{**question(), **row},
-    )
-
-
-def question(uid: str = "u1") -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "index": 0,
-        "raw_prompt": [{"role": "user", "content": "What is 2+2?"}],
-        "data_source": "word_problems",
-        "reward_model": {"ground_truth": "4"},
-        "extra_info": {},
-        "tools_kwargs": {},
-    }
-
-
-def scripted(template: HFChatTemplate, script: Script) -> ScriptedEngine:
-    return ScriptedEngine(template, script)
-
-
-def two_turns(answer: str) -> Script:
-    return lambda generation_id, _ids: CALL if generation_id.turn == 0 else answer
+    return demo_config(tmp_path, tiny_model, calculator_yaml)
 
 
 async def test_a_conversation_becomes_a_row_and_a_line_of_the_journal(
@@ -172,22 +78,11 @@ async def test_a_number_only_the_calculator_said_is_worth_nothing(
     config: DictConfig, template: HFChatTemplate, tmp_path: Path
 ) -> None:
     """The tool's answer is the right one and stands in the row; the model never says it."""
-    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = answering_yaml(tmp_path)
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path, AnsweringTool)
     async with scripted(template, two_turns("I do not know.")) as engine:
         (row,) = await v1_session(RawWorker(config, ScriptedServers(engine)))
     assert "The answer is 4." in template.decode(row.response_ids)
     assert row.reward_score == 0.0
-
-
-def answering_yaml(folder: Path) -> str:
-    return tool_yaml(folder).replace("broken.yaml", _answering(folder))
-
-
-def _answering(folder: Path) -> str:
-    loaded = OmegaConf.load(folder / "broken.yaml")
-    loaded.tools[0].class_name = f"{AnsweringTool.__module__}.AnsweringTool"
-    OmegaConf.save(loaded, folder / "answering.yaml")
-    return "answering.yaml"
 
 
 class AnsweringTool(BaseTool):
@@ -227,11 +122,8 @@ async def test_v0_gets_exactly_one_row_for_every_conversation(
     """Through verl's own padding and batching, a failed one and an answered one side by side."""
     config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path)
     rows = [question(), question() | {"tools_kwargs": {"calculator": {"create_kwargs": {"broken": True}}}}]
-    columns = {key: np.array([row[key] for row in rows], dtype=object) for key in rows[0] if key != "raw_prompt"}
-    columns["raw_prompt"] = np.fromiter((row["raw_prompt"] for row in rows), dtype=object, count=2)
-    batch = DataProto.from_dict(non_tensors=columns, meta_info={"global_steps": 5, "validate": False})
     async with scripted(template, two_turns("The answer is 4.")) as engine:
-        done = await AgentLoopWorker(config, ScriptedServers(engine)).generate_sequences(batch)
+        done = await AgentLoopWorker(config, ScriptedServers(engine)).generate_sequences(v0_batch(rows))
     assert done.batch["response_mask"].sum(dim=1).tolist()[1] == 0
     assert done.batch["response_mask"].sum(dim=1).tolist()[0] > 10
     assert done.batch["rm_scores"].sum(dim=1).tolist() == [1.0, 0.0]
@@ -275,25 +167,12 @@ async def test_the_last_session_of_an_empty_group_leaves_a_masked_row_for_the_gr
     assert [len(rows) for rows in one_left] == [1, 0, 0]
 
 
-class PayingTool(BaseTool):
-    """Pays a quarter for every call, and two for the whole."""
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, float, dict]:
-        return "4", 0.25, {}
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        return 2.0
-
-
 async def test_what_tools_pay_stands_in_verls_rows(
     config: DictConfig, template: HFChatTemplate, tmp_path: Path
 ) -> None:
     """0.5 for the call, on the last token of its turn; 2.0 of calc_reward and 1.0 of the score on the last."""
-    path = tool_yaml(tmp_path, step_rewards="sum", step_reward_weight={"calculator": 2.0}, calc_rewards="last")
-    loaded = OmegaConf.load(path)
-    loaded.tools[0].class_name = f"{PayingTool.__module__}.PayingTool"
-    OmegaConf.save(loaded, path)
-    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = path
+    weights = {"step_rewards": "sum", "step_reward_weight": {"calculator": 2.0}, "calc_rewards": "last"}
+    config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path, PayingTool, **weights)
     async with scripted(template, two_turns("The answer is 4.")) as engine:
         (row,) = await v1_session(RawWorker(config, ScriptedServers(engine)))
     (line,) = journal(tmp_path)
@@ -330,7 +209,7 @@ async def test_a_worker_shows_the_first_of_each_kind_of_failure_and_counts_the_r
         worker = RawWorker(config, ScriptedServers(engine))
         for session in range(2):
             await v1_session(worker, session)
-    said = [r.getMessage() for r in caplog.records if r.name == "sglang_multiturn.verl_plugin.worker"]
+    said = [r.getMessage() for r in caplog.records if r.name == "sglang_multiturn.verl_plugin.row_keeping"]
     first, *more = [line for line in said if "unknown_tool" in line]
     assert first.startswith("the first unknown_tool in this worker: request u1-s0-g5, turn 0: calc\\nulator {")
     assert "there is no tool" in first
@@ -373,6 +252,8 @@ async def test_a_split_conversation_is_several_rows_under_v1_and_refused_under_v
         line.messages[:3], ToolRegistry([BrokenTool({}, SHOWN)]).schemas()
     )
     assert (first.reward_score, second.reward_score) == (1.0, 1.0)
+    tallies = [row.extra_fields.pop("rollout_tally") for row in (first, second)]
+    assert (tallies[0]["rollouts"], tallies[1]) == (1.0, {})  # a conversation is counted once, whatever its rows
     assert first.extra_fields == second.extra_fields
     line.check(end_ids=template.end_ids)
 
@@ -386,16 +267,6 @@ def test_groups_are_counted_and_forgotten() -> None:
     ]
     assert groups.is_empty_after("b", kept=False) is False
     assert (groups.ended, groups.kept) == (Counter(), Counter())
-
-
-async def test_validation_is_told_by_what_it_samples_with(
-    config: DictConfig, template: HFChatTemplate, tmp_path: Path
-) -> None:
-    async with scripted(template, two_turns("The answer is 4.")) as engine:
-        worker = RawWorker(config, ScriptedServers(engine))
-        await v1_session(worker)
-        await v1_session(worker, uid="u2", sampling=SAMPLING | {"temperature": 0.0})
-    assert {line.uid: line.validate for line in journal(tmp_path)} == {"u1": False, "u2": True}
 
 
 async def test_a_cancelled_conversation_is_cancelled(config: DictConfig, template: HFChatTemplate) -> None:
@@ -431,5 +302,26 @@ async def test_all_conversations_of_a_worker_share_one_context_and_another_entry
     assert len(list((tmp_path / "journal").glob("*.jsonl"))) == 2
 
 
-def journal(folder: Path) -> list[Trajectory]:
-    return [line for path in sorted((folder / "journal").glob("*.jsonl")) for line in read_trajectories(path)]
+async def test_what_a_worker_has_in_flight_is_known_and_written_down(
+    config: DictConfig, template: HFChatTemplate, tmp_path: Path
+) -> None:
+    engine = scripted(template, lambda _generation_id, _ids: ScriptedTurn(text="never", hang_after=1))
+    async with engine:
+        servers = ScriptedServers(engine)
+        session = asyncio.create_task(v1_session(RawWorker(config, servers)))
+        await servers.started.wait()
+        (context,) = (made for client, made in _CONTEXTS.values() if client is servers)
+        assert isinstance(context, WorkerContext)
+        assert [(one.request_id, one.state.value, one.spec.step) for one in context.in_flight()] == [
+            ("u1-s0-g5", "RUNNING", 5)
+        ]
+        assert [name for mark in (tmp_path / "journal").glob("*.marks") for name in begun(mark)] == ["u1-s0-g5"]
+        session.cancel()
+        await engine.abort_all()
+        with pytest.raises(asyncio.CancelledError):
+            await session
+        assert list(context.in_flight()) == []
+
+
+def begun(marks: Path) -> list[str]:
+    return [name for attempt in read_marks(marks) for name in attempt.begun]

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from sglang_multiturn.cpu.verl_replica import sampling_params_of
 from sglang_multiturn.engine.base import SamplingParams
+from sglang_multiturn.verl_plugin.readings import chat_template, max_model_len, reward_function
 from sglang_multiturn.verl_plugin.settings import CONTEXT_RESERVE_TOKENS
-from sglang_multiturn.verl_plugin.worker import chat_template, max_model_len, reward_function
 
 SCORER = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n    return 1.0 + bonus\n"

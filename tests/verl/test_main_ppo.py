@@ -5,15 +5,7 @@ In every group of eight, one conversation fails in its tool. What the trainer us
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,51 +15,22 @@ pytest.importorskip("transfer_queue")
 import torch
 import word_problems  # type: ignore[import-not-found]  # examples/gsm8k_tool
 import yaml
-from launch import main_ppo_env, main_ppo_overrides, training_metrics  # type: ignore[import-not-found]
+from launch import main_ppo_overrides  # type: ignore[import-not-found]
+from training import EXAMPLE, HERE, TINY_MODEL, Run, assert_rows_are_the_journals, train
 
 from sglang_multiturn.request import RequestState
-from sglang_multiturn.trajectory import Trajectory, read_trajectories
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 
-HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples" / "gsm8k_tool"
 PROMPTS, SAMPLES, STEPS = 4, 8, 2
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one training run left behind."""
-
-    v1: bool
-    metrics: list[dict[str, float]]
-    rows: list[dict[str, Any]]
-    """As the trainer computed advantages of them, verl's own padding left out."""
-    journal: dict[str, Trajectory]
-    log: str
-    folder: Path
 
 
 @pytest.fixture(scope="module", params=["v1", "v0"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     v1 = request.param == "v1"
-    log = train(folder, v1=v1)
-    rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    lines = [line for path in (folder / "journal").glob("*.jsonl") for line in read_trajectories(path)]
-    return Run(
-        v1=v1,
-        metrics=training_metrics(folder),
-        rows=[row for row in rows if not row["key"].startswith("pad")],
-        journal={line.request_id: line for line in lines},
-        log=log,
-        folder=folder,
-    )
-
-
-def train(folder: Path, *, v1: bool) -> str:
     overrides = main_ppo_overrides(
-        model=EXAMPLE / "tiny_model",
+        model=TINY_MODEL,
         train=dataset(folder),
         heldout=dataset(folder),
         tools=tools(folder, v1=v1),
@@ -77,32 +40,8 @@ def train(folder: Path, *, v1: bool) -> str:
         seed=1,
         v1=v1,
     )
-    sizes = [
-        f"data.train_batch_size={PROMPTS}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-    ]
-    environment = main_ppo_env(folder) | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VERL_USE_EXTERNAL_MODULES": "trainer_recorder",
-        "TRAINER_RECORD": str(folder / "record.jsonl"),
-    }
-    with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *sizes],
-            env=environment,
-            cwd=folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=560)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    text = (folder / "log.txt").read_text(errors="replace")
-    assert code == 0, text[-6000:]
-    return text
+    sizes = [f"data.train_batch_size={PROMPTS}", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}"]
+    return train(folder, [*overrides, *sizes], v1=v1)
 
 
 def dataset(folder: Path) -> Path:
@@ -122,13 +61,6 @@ def tools(folder: Path, *, v1: bool) -> Path:
     path = folder / "tools.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))  # the order is part of the prompt
     return path
-
-
-def groups(rows: list[dict[str, Any]], journal: dict[str, Trajectory]) -> dict[str, list[dict[str, Any]]]:
-    by_uid: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        by_uid[journal[row["request_id"]].uid].append(row)
-    return dict(by_uid)
 
 
 def test_every_step_was_trained_on_what_the_engine_sampled(run: Run) -> None:
@@ -151,20 +83,10 @@ def test_every_conversation_is_in_the_journal_and_sound(run: Run) -> None:
 
 
 def test_the_trainers_rows_are_the_journals_tokens(run: Run) -> None:
-    kept = 0
+    completed = [line for line in run.journal.values() if line.state is RequestState.COMPLETED]
+    assert assert_rows_are_the_journals(run) == len(completed)
     for row in run.rows:
-        line = run.journal[row["request_id"]]
-        if line.state is RequestState.FAILED:
-            continue
-        kept += 1
-        end = line.ledger.num_tokens_to_last_sampled
-        assert row["prompt"] == line.prompt_ids
-        assert row["response"] == line.response_ids[:end]
-        assert row["response_mask"] == line.response_mask[:end]
-        assert line.response_logprobs is not None
-        assert row["rollout_log_probs"] == pytest.approx(line.response_logprobs[:end], abs=1e-6)
-        assert sum(row["token_level_scores"]) == row["token_level_scores"][-1] == line.reward
-    assert kept == sum(line.state is RequestState.COMPLETED for line in run.journal.values())
+        assert sum(row["token_level_scores"]) == row["token_level_scores"][-1]
 
 
 def test_weights_of_every_step_reached_the_engine(run: Run) -> None:
@@ -176,7 +98,7 @@ def test_weights_of_every_step_reached_the_engine(run: Run) -> None:
 
 def test_a_failed_conversation_leaves_the_advantages_of_a_group_of_seven_under_v1(run: Run) -> None:
     """And under V0 it is a row of reward 0 in a group of eight, as the log says."""
-    by_uid = groups(run.rows, run.journal)
+    by_uid = run.by_uid(run.rows)
     assert [len(rows) for rows in by_uid.values()] == [SAMPLES - run.v1] * PROMPTS * STEPS
     informative = 0
     for rows in by_uid.values():

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+import cloudpickle
 import torch
 from verl.experimental.agent_loop import agent_loop
 from verl.tools import tool_registry
@@ -32,6 +33,43 @@ def test_the_worker_reads_tools_by_the_patched_name() -> None:
 def test_the_dataset_reads_tools_by_the_patched_name() -> None:
     source = inspect.getsource(rl_dataset.RLHFDataset.__init__)
     assert "from verl.tools.tool_registry import load_all_tools" in source
+
+
+def test_both_workers_run_loops_through_the_patched_method() -> None:
+    from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
+
+    original = inspect.unwrap(agent_loop.AgentLoopWorker._run_agent_loop)
+    assert original is not agent_loop.AgentLoopWorker._run_agent_loop
+    assert list(inspect.signature(original).parameters)[:3] == ["self", "sampling_params", "trajectory"]
+    assert "self._run_agent_loop(sample_sampling_params, trajectory_info[i]," in inspect.getsource(
+        agent_loop.AgentLoopWorker.generate_sequences
+    )
+    v1 = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    assert v1._run_agent_loop.__wrapped__ is agent_loop.AgentLoopWorker._run_agent_loop  # Ray wraps every method
+    assert "self._run_agent_loop(" in inspect.getsource(v1._run_prompt)
+
+
+def test_the_patched_method_reaches_verls_workers_by_its_name() -> None:
+    """Else Ray would send them verl's own code with a copy of the loop registry in it."""
+    patched = agent_loop.AgentLoopWorker._run_agent_loop
+    assert cloudpickle.loads(cloudpickle.dumps(patched)) is patched
+    assert len(cloudpickle.dumps(patched)) < 200
+
+
+def test_the_v1_trainer_still_logs_what_its_buffer_says_and_gives_its_own_more() -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    assert "metrics.update(off_policy_metrics)" in inspect.getsource(PPOTrainer._step_once)
+    assert "refill_fn=self._add_prompts_to_generate" in inspect.getsource(PPOTrainer._build_replay_buffer)
+
+
+def test_the_v0_trainer_still_logs_the_times_of_its_manager() -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    assert 'timing_raw.update(combined_gen_output.meta_info["timing"])' in inspect.getsource(RayPPOTrainer.fit)
+    assert "self._performance_metrics(metrics, output)" in inspect.getsource(
+        inspect.unwrap(agent_loop.AgentLoopManager.generate_sequences)
+    )
 
 
 def test_verls_loader_still_has_the_signature_that_is_replaced() -> None:

@@ -24,8 +24,8 @@ from sglang_multiturn.request import Disposition, StopReason, final_state
 from sglang_multiturn.rewards import combine
 from sglang_multiturn.tokens import Origin, Segment, TokenLedger
 from sglang_multiturn.trajectory import CallOutcome, Rewards, ToolCallRecord, Trajectory
+from sglang_multiturn.verl_plugin.readings import refuse_split, scores_here
 from sglang_multiturn.verl_plugin.rows import RowOutput, RowRules, VersionSpan, masked_row, training_rows, version_span
-from sglang_multiturn.verl_plugin.worker import refuse_split, scores_here
 
 
 def rules_with(**settings: Any) -> RowRules:
@@ -176,6 +176,7 @@ def test_what_stands_beside_the_tokens(reason: StopReason) -> None:
         "calc_rewards": {},
         "request_id": "u1-s0-g6",
         "stop_reason": reason.value,
+        "rollout_tally": {},
     }
 
 

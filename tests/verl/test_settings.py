@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("verl")
 
+from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 from sglang_multiturn.config import FaultConfig, RolloutConfig, ToolSettings
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.tools.registry import ToolRegistry
-from sglang_multiturn.verl_plugin.settings import merge_settings, refuse_leaking_faults
+from sglang_multiturn.verl_plugin.settings import merge_settings, refuse_leaking_faults, validation_settings
 
 from support import RecordingTool
 
@@ -78,6 +79,38 @@ def test_budgets_never_exceed_verls_and_may_be_smaller() -> None:
 def test_an_unknown_key_of_the_entry_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"max_asistant_turns.*did you mean 'max_assistant_turns'"):
         merge_settings(rollout(), None, {"max_asistant_turns": 3})
+
+
+@pytest.mark.parametrize("given", [{"max_staleness": 2}, {"stale": "mask"}, {"max_staleness": 0, "stale": "drop"}])
+@pytest.mark.parametrize("place", ["yaml", "entry"])
+def test_staleness_is_verls_to_decide_and_the_message_says_where(given: dict[str, Any], place: str) -> None:
+    yaml, entry = (RolloutConfig(**given), {}) if place == "yaml" else (None, given)
+    with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.max_off_policy_threshold .*max_off_policy_strategy"):
+        merge_settings(rollout(), yaml, entry)
+
+
+def test_the_flags_of_staleness_are_still_verls() -> None:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        sampler = compose("ppo_trainer").trainer.v1.sampler
+    assert {"max_off_policy_threshold", "max_off_policy_strategy"} <= set(sampler)
+
+
+def test_a_yaml_that_says_the_defaults_of_staleness_is_fine() -> None:
+    merge_settings(rollout(), RolloutConfig(max_staleness=None, stale="train"), {})
+
+
+def test_validation_has_the_reward_of_the_function_alone_and_no_policy_of_length() -> None:
+    train = RolloutConfig(
+        score_weight=2.0,
+        step_rewards="sum",
+        calc_rewards="last",
+        overlong="drop",
+        timeout="mask",
+        max_assistant_turns=3,
+    )
+    plain = {"score_weight": 1.0, "step_rewards": "off", "calc_rewards": "off", "overlong": "train"}
+    assert validation_settings(train, has_reward_fn=True) == train.model_copy(update=plain)
+    assert validation_settings(train, has_reward_fn=False) == train.model_copy(update={"overlong": "train"})
 
 
 def test_routing_replay_is_refused() -> None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from sglang_multiturn.verl_plugin.after_import import after_import
+
+COLUMNS = (
+    *("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values"),
+    *("token_level_scores", "token_level_rewards", "advantages", "returns"),
+)
+"""What the trainer has of every response token; written down where it is there."""
 
 
 def record_v1(trainer: ModuleType) -> None:
@@ -24,10 +30,10 @@ def record_v1(trainer: ModuleType) -> None:
         stored = trainer.tq.kv_batch_get(
             keys=batch_keys, partition_id="train", select_fields=["prompts", "responses", "extra_fields"]
         )
-        names = [getattr(fields, "data", fields)["request_id"] for fields in stored["extra_fields"]]
         for i, key in enumerate(batch_keys):
-            ids = stored["responses"][i].tolist()
-            write(result, i, request_id=names[i], prompt=stored["prompts"][i].tolist(), response=ids, key=key)
+            prompt, response = (stored[name][i].tolist() for name in ("prompts", "responses"))
+            fields = stored["extra_fields"][i]
+            write(result, i, key=key, prompt=prompt, response=response, extra=getattr(fields, "data", fields))
         return result
 
     trainer.compute_advantage_for_multi_trajectories = compute  # type: ignore[attr-defined]
@@ -46,22 +52,24 @@ def record_v0(trainer: ModuleType) -> None:
             write(
                 result,
                 i,
-                request_id=data.non_tensor_batch["request_id"][i],
+                key=data.non_tensor_batch["uid"][i],
                 prompt=data.batch["prompts"][i][seen[:width]].tolist(),
                 response=data.batch["responses"][i][seen[width:]].tolist(),
-                key=data.non_tensor_batch["uid"][i],
+                extra={name: column[i] for name, column in data.non_tensor_batch.items()},
             )
         return result
 
     trainer.compute_advantage = compute  # type: ignore[attr-defined]
 
 
-def write(data: Any, i: int, *, request_id: str, prompt: list[int], response: list[int], key: str) -> None:
-    columns = ("response_mask", "rollout_log_probs", "advantages", "token_level_scores")
-    row = {name: data.batch[name][i, : len(response)].tolist() for name in columns}
-    line = json.dumps({"key": key, "request_id": request_id, "prompt": prompt, "response": response} | row)
+def write(data: Any, i: int, *, key: str, prompt: list[int], response: list[int], extra: Mapping[str, Any]) -> None:
+    """`fields` are the names of what the row brought beside its tokens, `versions` its oldest and newest weights."""
+    row = {name: data.batch[name][i, : len(response)].tolist() for name in COLUMNS if name in data.batch}
+    row |= {"key": key, "prompt": prompt, "response": response, "request_id": extra["request_id"]}
+    row |= {"fields": sorted(name for name, value in extra.items() if value is not None)}
+    row |= {"versions": [extra["min_global_steps"], extra["max_global_steps"]]}
     with Path(os.environ["TRAINER_RECORD"]).open("a") as record:
-        record.write(line + "\n")
+        record.write(json.dumps(row) + "\n")
 
 
 after_import("verl.trainer.ppo.v1.trainer_base", record_v1)

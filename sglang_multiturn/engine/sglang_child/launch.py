@@ -6,7 +6,6 @@ refused with a suggestion. What a CPU needs is set here and can be overridden th
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 import json
@@ -15,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_multiturn.cpu import sglang_kernels
+from sglang_multiturn.cpu import determinism, sglang_kernels
 from sglang_multiturn.engine.base import EngineInfo
 from sglang_multiturn.errors import EngineStartError
 
@@ -47,10 +46,13 @@ def launch(start: Start) -> Launched:
     os.environ.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
     device = start.device or _best_device()
     notice = sglang_kernels.prepare() if device == "cpu" else None
+    if device == "cpu" and start.server_args.get(determinism.ARGUMENT):
+        determinism.allow()
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    # By its signature: a dataclass in 0.5.14, a msgspec Struct in 0.5.23.
+    known = set(inspect.signature(ServerArgs).parameters)
     engine = sglang.Engine(**engine_arguments(start, device=device, known=known))
     manager = engine.tokenizer_manager
     info = EngineInfo(
@@ -59,6 +61,7 @@ def launch(start: Start) -> Launched:
         # SGLang refuses inputs from here on and shortens generations a few tokens later, both below the model's context:
         # up to this length, input and new tokens together, it does exactly what it was asked.
         max_model_len=manager.max_req_input_len,
+        kv_capacity_tokens=_kv_capacity(engine),
         device=device,
         notice=notice,
     )
@@ -119,6 +122,13 @@ def _refuse_unknown(server_args: Collection[str], known: Collection[str]) -> Non
             close = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise EngineStartError(f"server_args: SGLang's ServerArgs has no {name!r}{hint}")
+
+
+def _kv_capacity(engine: Any) -> int | None:
+    """Tokens its caches hold, those of all data-parallel replicas together; None where it does not say."""
+    told = engine.get_server_info()
+    tokens = told.get("max_total_num_tokens")
+    return None if tokens is None else int(tokens) * int(told.get("dp_size") or 1)
 
 
 def _honours_seed(manager: Any) -> bool:

@@ -19,7 +19,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from sglang_multiturn.cpu import sglang_kernels
+from sglang_multiturn.cpu import determinism, sglang_kernels
 from sglang_multiturn.engine.sglang_child.messages import (
     START_ID,
     Failure,
@@ -95,6 +95,7 @@ def _end_with(parent_pid: int) -> None:
 
 if __name__ == "__mp_main__":
     sglang_kernels.prepare_spawned()
+    determinism.prepare_spawned()
 
 if __name__ == "__main__":
     sys.exit(main())

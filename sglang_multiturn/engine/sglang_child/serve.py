@@ -41,7 +41,8 @@ from sglang_multiturn.engine.sglang_child.weights import (
     check_checkpoint,
     check_tensors,
     checkpoint_shapes,
-    to_torch,
+    replace_from_disk,
+    replace_tensors,
     without_tied_head,
 )
 from sglang_multiturn.errors import EngineError, InvalidRequestError, WeightUpdateError
@@ -91,6 +92,7 @@ class Server:
         self._paused = False
         self._frozen = False
         self._updating = False
+        self._weight_version = 0  # as SGLang was launched with
         self._tensors: dict[int, list[tuple[str, np.ndarray]]] = {}
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -174,7 +176,7 @@ class Server:
                     token_ids=(),
                     logprobs=() if body.return_logprobs else None,
                     finish_reason=FinishReason.ABORT,
-                    weight_version=int(self._manager.server_args.weight_version),
+                    weight_version=self._weight_version,
                 )
                 return Generated(generation=generation)
             flight.dispatched = True
@@ -273,13 +275,19 @@ class Server:
         while left := [flight for flight in flights if not flight.done]:
             for flight in left:
                 if flight.dispatched:
-                    self._manager.abort_request(rid=flight.rid)
+                    self._abort(flight.rid)
             # SGLang forgets an abort that overtakes its request on the way to the scheduler, hence again and again.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ABORT_REPEAT_S):
                     await self._until(lambda: self._frozen or all(flight.done for flight in left))
             if self._frozen:
                 return
+
+    def _abort(self, rid: str) -> None:
+        state = self._manager.rid_to_state.get(rid)
+        if getattr(state, "abort_sent", False):
+            state.abort_sent = False  # else newer versions send no second abort after one that overtook its request
+        self._manager.abort_request(rid=rid)
 
     async def _pause(self, body: Pause) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -289,7 +297,7 @@ class Server:
             if self._frozen:
                 # SGLang would wait for generations that cannot move, and refuse to continue meanwhile.
                 for flight in self._dispatched():
-                    self._manager.abort_request(rid=flight.rid)
+                    self._abort(flight.rid)
                 await self._thaw()
             await self._end(self._dispatched(), paused=True)
         await self._manager.pause_generation(PauseGenerationReqInput(mode=body.mode))
@@ -310,34 +318,17 @@ class Server:
     # -- weights and cache --------------------------------------------------------------------------------------------
 
     async def _update_weights(self, tensors: list[tuple[str, np.ndarray]], weight_version: int) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
         tensors = without_tied_head(self._shapes, tensors)
         check_tensors(self._shapes, ((name, array.shape) for name, array in tensors))
-        named = [(name, to_torch(array)) for name, array in tensors]
         async with self._alone():
-            serialized = [MultiprocessingSerializer.serialize(named) for _ in range(self._manager.server_args.tp_size)]
-            result = await self._manager.update_weights_from_tensor(
-                UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=serialized, flush_cache=False, weight_version=str(weight_version)
-                ),
-                None,
-            )
-        _raise_refusal(result)
+            await replace_tensors(self._manager, tensors, weight_version)
+        self._weight_version = weight_version
 
     async def _update_from_disk(self, body: UpdateWeightsFromDisk) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
         check_checkpoint(self._shapes, body.model_path)
         async with self._alone():
-            result = await self._manager.update_weights_from_disk(
-                UpdateWeightFromDiskReqInput(
-                    model_path=body.model_path, flush_cache=False, weight_version=str(body.weight_version)
-                ),
-                None,
-            )
-        _raise_refusal(result)
+            await replace_from_disk(self._manager, body.model_path, body.weight_version)
+        self._weight_version = body.weight_version
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -389,10 +380,3 @@ class Server:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def _raise_refusal(result: tuple[Any, ...]) -> None:
-    """SGLang answers a failed update, it does not raise."""
-    success, message, *_ = result
-    if not success:
-        raise WeightUpdateError(f"SGLang refused the new weights: {message}")

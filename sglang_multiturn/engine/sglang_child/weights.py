@@ -1,4 +1,4 @@
-"""Inside the child: new weights are checked before SGLang sees them, since it does not survive wrong ones.
+"""Inside the child: how new weights reach SGLang, checked before it sees them, since it does not survive wrong ones.
 
 In SGLang 0.5.14 a tensor of an unknown name is skipped in silence, one of a wrong shape ends the scheduler, and the
 rollback after a broken checkpoint reads that same checkpoint again. So names and shapes are compared with those of the
@@ -7,11 +7,12 @@ checkpoint the engine was started from; a model without safetensors files cannot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_multiturn.errors import WeightUpdateError
 
@@ -90,6 +91,61 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+async def replace_tensors(manager: Any, tensors: list[tuple[str, np.ndarray]], weight_version: int) -> None:
+    """Load these tensors into every rank; nothing may be generating.
+
+    Raises:
+        WeightUpdateError: SGLang refused them.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    named = [(name, to_torch(array)) for name, array in tensors]
+    async with _update_session(manager):
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(named) for _ in range(manager.server_args.tp_size)
+            ],
+            flush_cache=False,
+            weight_version=str(weight_version),
+        )
+        _raise_refusal(await manager.update_weights_from_tensor(update, None))
+
+
+async def replace_from_disk(manager: Any, model_path: str, weight_version: int) -> None:
+    """Load a checkpoint's weights; nothing may be generating.
+
+    Raises:
+        WeightUpdateError: SGLang refused them.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    update = UpdateWeightFromDiskReqInput(model_path=model_path, flush_cache=False, weight_version=str(weight_version))
+    _raise_refusal(await manager.update_weights_from_disk(update, None))
+
+
+@contextlib.asynccontextmanager
+async def _update_session(manager: Any) -> AsyncIterator[None]:
+    """SGLang takes tensors only between `begin_weight_update` and `end_weight_update`, from the version on that has them."""
+    if not hasattr(manager, "begin_weight_update"):
+        yield
+        return
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+    _raise_refusal(await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+    try:
+        yield
+    finally:
+        _raise_refusal(await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+
+def _raise_refusal(result: tuple[Any, ...]) -> None:
+    """SGLang answers a failed update, it does not raise."""
+    success, message, *_ = result
+    if not success:
+        raise WeightUpdateError(f"SGLang refused the new weights: {message}")
 
 
 def _file_shapes(file: Path) -> Shapes:

@@ -26,6 +26,8 @@ from sglang_multiturn.tools.process.messages import (
     Judged,
     Released,
     Reply,
+    Restored,
+    Written,
     encode_frame,
     read_frame,
 )
@@ -37,7 +39,14 @@ logger = logging.getLogger(__name__)
 _FINISH_PATIENCE_S = 2.0
 _NATURAL_END_S = 0.5
 _REPLIES: Mapping[Verb, type[Reply]] = MappingProxyType(
-    {"create": Created, "execute": Executed, "calc_reward": Judged, "release": Released}
+    {
+        "create": Created,
+        "execute": Executed,
+        "calc_reward": Judged,
+        "snapshot": Written,
+        "restore": Restored,
+        "release": Released,
+    }
 )
 _ERRORS: Mapping[FailureKind, type[Exception]] = MappingProxyType(
     {
@@ -91,8 +100,10 @@ class Connection:
         kwargs: Mapping[str, Any],
         parameters: dict[str, Any] | None = None,
         agent_data: dict[str, Any] | None = None,
+        state: str | None = None,
     ) -> Reply:
-        """Call a method; the reply is that of the verb. A cancellation kills the process before it goes on.
+        """Call a method; the reply is that of the verb. A cancellation kills the process before it goes on, except that
+        of a `snapshot`, which is forgotten: what it was to save must not be lost by it.
 
         Raises:
             ToolError, ToolContractError, ToolRaisedError: what the method raised or returned.
@@ -109,6 +120,7 @@ class Connection:
                 parameters=parameters,
                 kwargs=dict(kwargs),
                 agent_data=agent_data,
+                state=state,
             )
         )
         replied: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -117,7 +129,8 @@ class Connection:
         try:
             reply = await replied
         except asyncio.CancelledError:
-            await self.end("was stopped with a call that was cancelled")
+            if verb != "snapshot":
+                await self.end("was stopped with a call that was cancelled")
             raise
         if isinstance(reply, Failed):
             raise _ERRORS[reply.failure](reply.message)

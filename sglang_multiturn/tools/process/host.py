@@ -14,7 +14,7 @@ from sglang_multiturn.schemas import ToolSchema
 from sglang_multiturn.tools.agent_data import AgentData
 from sglang_multiturn.tools.host import HostLeaks, ToolReply
 from sglang_multiturn.tools.process.connection import Connection
-from sglang_multiturn.tools.process.messages import Created, Executed, Judged, Load
+from sglang_multiturn.tools.process.messages import Created, Executed, Judged, Load, Written
 from sglang_multiturn.tools.process.nursery_process import NurseryProcess
 
 __all__ = ["ProcessHost"]
@@ -119,6 +119,16 @@ class ProcessHost:
         assert isinstance(reply, Judged)
         return reply.reward
 
+    async def snapshot(self, instance_id: str) -> str:
+        """See `ToolHost`. One that is cancelled goes on in its process, as long as that lives."""
+        reply = await self._connection(instance_id).call("snapshot", instance_id, {})
+        assert isinstance(reply, Written)
+        return reply.state
+
+    async def restore(self, instance_id: str, state: str) -> None:
+        """See `ToolHost`."""
+        await self._connection(instance_id).call("restore", instance_id, {}, state=state)
+
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
         """Free the instance; its process ends by itself, or is killed if it does not in a moment."""
         connection = self._connection(instance_id)
@@ -132,6 +142,9 @@ class ProcessHost:
     def is_alive(self, instance_id: str) -> bool:
         """Whether it may be called."""
         return instance_id in self._instances and self._instances[instance_id].is_alive
+
+    async def look(self, instance_id: str) -> None:
+        """The end of a process is heard of when it comes."""
 
     def leaks(self) -> HostLeaks:
         """What is still held; nothing is ever left behind, since everything can be killed."""

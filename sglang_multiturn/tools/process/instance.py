@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
+import json
 import os
 import socket
 import sys
@@ -33,10 +34,12 @@ from sglang_multiturn.tools.process.messages import (
     MessageTooLongError,
     Released,
     Reply,
+    Restored,
+    Written,
     encode_frame,
     read_frame,
 )
-from sglang_multiturn.tools.results import unpack_instance_id, unpack_number, unpack_reply
+from sglang_multiturn.tools.results import snapshot_as_json, unpack_instance_id, unpack_number, unpack_reply
 from sglang_multiturn.tools.signatures import call_kwargs, create_args
 
 OUT_OF_MEMORY = 113
@@ -144,6 +147,10 @@ class _Server:
                 )
             case "calc_reward":
                 return Judged(call_id=call.call_id, reward=unpack_number(result, what))
+            case "snapshot":
+                return Written(call_id=call.call_id, state=snapshot_as_json(result, what))
+            case "restore":
+                return Restored(call_id=call.call_id)
             case "release":
                 return Released(call_id=call.call_id)
 
@@ -152,6 +159,8 @@ class _Server:
         args: tuple[Any, ...] = create_args(method, call.instance_id) if call.verb == "create" else (call.instance_id,)
         if call.parameters is not None:
             args = (*args, call.parameters)
+        if call.state is not None:
+            args = (*args, json.loads(call.state))
         seen = None if call.agent_data is None else AgentData.from_json(call.agent_data, self._extra_fields)
         result = method(*args, **call_kwargs(method, call.verb, call.kwargs, seen))
         return await result if inspect.isawaitable(result) else result

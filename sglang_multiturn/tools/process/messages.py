@@ -16,6 +16,7 @@ import pydantic_core
 from pydantic import Field, TypeAdapter
 
 from sglang_multiturn.schemas import json_fallback
+from sglang_multiturn.tools.host import MAX_SNAPSHOT_CHARS
 from sglang_multiturn.tools.signatures import Verb
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -119,6 +120,8 @@ class Call:
     """The dataset row's own."""
     agent_data: dict[str, Any] | None = None
     """Of `execute` alone, where the tool takes it: `AgentData.to_json`."""
+    state: str | None = None
+    """Of `restore` alone: what `snapshot` returned, as JSON."""
 
 
 # Instance to worker
@@ -155,6 +158,24 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """`snapshot` returned."""
+
+    call_id: int
+    state: Annotated[str, Field(max_length=MAX_SNAPSHOT_CHARS)]
+    """As JSON."""
+    kind: Literal["written"] = "written"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """`restore` returned."""
+
+    call_id: int
+    kind: Literal["restored"] = "restored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """`release` returned."""
 
@@ -183,7 +204,7 @@ class Failed:
     kind: Literal["failed"] = "failed"
 
 
-Reply = Created | Executed | Judged | Released | Failed
+Reply = Created | Executed | Judged | Written | Restored | Released | Failed
 
 LOAD: TypeAdapter[Load] = TypeAdapter(Load)
 ORDER: TypeAdapter[Spawn | Kill] = TypeAdapter(Order)

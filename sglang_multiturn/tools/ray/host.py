@@ -114,6 +114,16 @@ class RayHost:
         assert isinstance(reward, float)
         return reward
 
+    async def snapshot(self, instance_id: str) -> str:
+        """See `ToolHost`."""
+        state = await self._call("snapshot", instance_id)
+        assert isinstance(state, str)
+        return state
+
+    async def restore(self, instance_id: str, state: str) -> None:
+        """See `ToolHost`."""
+        await self._call("restore", instance_id, state)
+
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
         """See `ToolHost`."""
         try:
@@ -124,6 +134,14 @@ class RayHost:
     def is_alive(self, instance_id: str) -> bool:
         """As of the last answer: a process that died between two calls is noticed by the next one."""
         return instance_id in self._live
+
+    async def look(self, instance_id: str) -> None:
+        """Ask the node."""
+        from ray.exceptions import RayActorError
+
+        if self._tie is not None:
+            with contextlib.suppress(RayActorError):  # that too has been noted
+                await self._ask(self._tie, "look", instance_id)
 
     def leaks(self) -> HostLeaks:
         """Of this worker, as of the last answer."""

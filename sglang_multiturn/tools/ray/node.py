@@ -25,7 +25,7 @@ from sglang_multiturn.tools.signatures import Verb
 
 __all__ = ["Answer", "NodeVerb", "RemoteTool", "ToolNode"]
 
-NodeVerb = Verb | Literal["start"]
+NodeVerb = Verb | Literal["start", "look"]
 
 _LATE_RELEASE_S = 4.0
 """For an instance that was made when its caller had already gone."""
@@ -149,6 +149,8 @@ class ToolNode(SharedActor):
 async def _forward(host: ToolHost, verb: NodeVerb, instance_id: str, *args: Any) -> Any:
     if verb == "start":
         return await host.start()
+    if verb == "look":
+        return await host.look(instance_id)
     if verb == "execute":
         parameters, kwargs, sent = args
         agent_data = None if sent is None else AgentData.from_json(sent, {})
@@ -157,4 +159,8 @@ async def _forward(host: ToolHost, verb: NodeVerb, instance_id: str, *args: Any)
         return await host.create(instance_id, *args)
     if verb == "calc_reward":
         return await host.calc_reward(instance_id, *args)
+    if verb == "snapshot":
+        return await host.snapshot(instance_id)
+    if verb == "restore":
+        return await host.restore(instance_id, *args)
     return await host.release(instance_id, *args)

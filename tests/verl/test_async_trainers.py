@@ -1,0 +1,145 @@
+"""verl's asynchronous trainers with this package's loop, as far as a CPU runs them: `make verl-matrix`.
+
+The engine is scripted, so that a conversation is in the middle of a turn exactly when verl pauses it. What is verl's own
+(pausing, refilling, staleness) is used as it is; ours is that no token is lost, sampled twice or given another version.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+from scripted_runs import run_plans
+from stop_reasons import INTERRUPTED_AFTER, SAMPLES
+from training import Run, assert_learned, assert_rows_are_the_journals
+
+from sglang_multiturn.tokens import Origin
+from sglang_multiturn.trajectory import Trajectory
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not os.environ.get("VERL_MATRIX"), reason="minutes each: make verl-matrix"),
+]
+
+PLANS = ["answered", "interrupted", "tool_stop", "max_tool_turns"]
+"""In one sample of the second one the engine says nothing more until it is paused."""
+PROMPTS, STEPS = 2, 3
+STANDALONE = [
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_store",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=sglang_multiturn.cpu.checkpoint_engine",
+    "ray_kwargs.ray_init.num_gpus=2",
+]
+"""A rollout server that stands apart, and weights that reach it without a device."""
+
+
+def run_async(folder: Path, mode: str, overrides: list[str]) -> Run:
+    return run_plans(
+        folder,
+        PLANS,
+        v1=True,
+        workers=2,
+        steps=STEPS,
+        prompts=PROMPTS,
+        overrides=["trainer.save_freq=-1", f"trainer.v1.trainer_mode={mode}", *overrides],
+    )
+
+
+def interrupted(run: Run) -> list[Trajectory]:
+    """Conversations whose turn was cut by a pause and went on."""
+    twice = [Origin.PROMPT, Origin.SAMPLED, Origin.SAMPLED]
+    return [line for line in run.training().values() if [segment.origin for segment in line.segments] == twice]
+
+
+def assert_exact_across_updates(run: Run, *, steps: int) -> None:
+    assert_learned(run, steps=steps)
+    assert assert_rows_are_the_journals(run) == len(run.rows) > steps * PROMPTS
+    lines = interrupted(run)
+    assert lines
+    for line in lines:
+        line.check()
+        versions = line.response_weight_versions
+        before, after = versions[:INTERRUPTED_AFTER], versions[INTERRUPTED_AFTER:]
+        assert len({*before}) == len({*after}) == 1
+        assert before[0] is not None
+        assert after[0] is not None
+        assert before[0] < after[0]
+    rows = {row["request_id"]: row["versions"] for row in run.rows}
+    spans = [rows[line.request_id] for line in lines if line.request_id in rows]
+    assert all(oldest < newest for oldest, newest in spans)
+    assert max(run.step(step)["training/off_policy/trajectory_spans/max"] for step in range(1, steps + 1)) > 1
+
+
+def test_a_turn_that_verl_interrupts_goes_on_under_the_new_weights(tmp_path: Path) -> None:
+    """`colocate_async`: verl pauses the engine once a batch is complete, trains, updates the weights and goes on."""
+    assert_exact_across_updates(run_async(tmp_path, "colocate_async", []), steps=STEPS)
+
+
+def test_a_server_that_stands_apart_goes_on_while_verl_trains(tmp_path: Path) -> None:
+    """`separate_async`: the server is paused only while it takes new weights."""
+    overrides = [*STANDALONE, "trainer.v1.separate_async.parameter_sync_step=1"]
+    assert_exact_across_updates(run_async(tmp_path, "separate_async", overrides), steps=STEPS)
+
+
+def test_one_step_off_samples_a_batch_while_it_trains_on_the_one_before(tmp_path: Path) -> None:
+    """`verl.experimental.one_step_off_policy`."""
+    run = run_plans(
+        tmp_path,
+        ["answered", "tool_stop", "error", "max_tool_turns"],
+        v1=False,
+        workers=2,
+        steps=STEPS,
+        prompts=PROMPTS,
+        entry_point="verl.experimental.one_step_off_policy.main_ppo",
+        overrides=[
+            "trainer.save_freq=-1",
+            "hydra.searchpath=[pkg://verl.trainer.config]",
+            "actor_rollout_ref.hybrid_engine=False",
+            "rollout.n_gpus_per_node=1",
+            *STANDALONE,
+        ],
+    )
+    assert_learned(run, steps=STEPS)
+    assert len(run.rows) == STEPS * PROMPTS * SAMPLES  # V0's workers: a masked row for what is dropped
+    assert_rows_are_the_journals(run)
+    # verl hands weights over before it trains: what it calls version 1 is the model that training began with.
+    assert [row["versions"] for row in run.rows[:: PROMPTS * SAMPLES]] == [[step, step] for step in range(STEPS)]
+
+
+def test_fully_async_goes_on_sampling_across_updates(tmp_path: Path) -> None:
+    """`verl.experimental.fully_async_policy`: sampling and training never wait for each other's end."""
+    run = run_plans(
+        tmp_path,
+        PLANS,
+        v1=False,
+        workers=2,
+        steps=STEPS,
+        prompts=PROMPTS,
+        entry_point="verl.experimental.fully_async_policy.fully_async_main",
+        overrides=[
+            "trainer.save_freq=-1",
+            "data.train_batch_size=0",
+            "data.gen_batch_size=1",
+            "actor_rollout_ref.hybrid_engine=False",
+            "rollout.n_gpus_per_node=1",
+            f"rollout.n={SAMPLES}",
+            f"rollout.total_rollout_steps={STEPS * PROMPTS}",
+            "async_training.trigger_parameter_sync_step=1",
+            "async_training.staleness_threshold=1",
+            *STANDALONE,
+        ],
+    )
+    assert_learned(run, steps=STEPS)
+    assert assert_rows_are_the_journals(run) == STEPS * PROMPTS * SAMPLES
+    assert interrupted(run)
+    for line in interrupted(run):
+        line.check()
+        versions = line.response_weight_versions
+        assert len({*versions[:INTERRUPTED_AFTER]}) == len({*versions[INTERRUPTED_AFTER:]}) == 1
