@@ -36,6 +36,7 @@ STANDALONE = [
     "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_store",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=sglang_multiturn.cpu.checkpoint_engine",
     "ray_kwargs.ray_init.num_gpus=2",
+    "ray_kwargs.ray_init.num_cpus=32",  # slots, not hardware; fully_async reserves more than twenty for itself
 ]
 """A rollout server that stands apart, and weights that reach it without a device."""
 
