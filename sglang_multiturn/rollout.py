@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from sglang_multiturn.answers import (
     as_shown,
@@ -55,13 +54,6 @@ async def run_one(spec: RequestSpec, context: RolloutContext) -> Trajectory:
     return await Rollout(spec, context).run()
 
 
-@dataclass(slots=True)
-class _Turn:
-    """The assistant turn that tools or a user are about to answer."""
-
-    calls: list[NumberedCall] = field(default_factory=list)
-
-
 class _BeginAnewError(Exception):
     """What has been sampled is too old to go on with."""
 
@@ -86,7 +78,8 @@ class Rollout:
         self._schemas: list[ToolSchema] = []
         self._history = History(request, context.template, self._config, context.max_model_len)
         self._sampler = TurnSampler(context.generator, request, self._passed, self._gate, self._config.engine_retries)
-        self._turn = _Turn()
+        self._calls: list[NumberedCall] = []
+        """Of the assistant turn that tools are about to answer."""
         self._broken_turns: set[int] = set()
         self._records: list[ToolCallRecord] = []
         self._session: ToolSession | None = None
@@ -292,7 +285,7 @@ class Rollout:
         assert self._session is not None
         request = self.request
         turn = request.metrics.assistant_turns - 1
-        calls = self._turn.calls
+        calls = self._calls
         request.wait_for(waiting_words(calls))
         answers = [self._noted(*one) for one in zip(await self._session.execute(calls, turn), calls, strict=True)]
         request.metrics.tool_turns += 1
@@ -309,7 +302,8 @@ class Rollout:
             return StopReason.TOOL_STOP
         if request.errors_in_a_row >= self._config.max_errors_in_a_row:
             return StopReason.TOO_MANY_ERRORS
-        return self._observe(messages, turn, [answer.record.call_id for answer in answers])
+        call_ids = [answer.record.call_id for answer in answers]
+        return self._history.observe(messages, turn=turn, call_ids=call_ids) or RequestState.RUNNING
 
     def _noted(self, answer: ToolAnswer, call: NumberedCall) -> ToolAnswer:
         tools, name = self._context.tools, answer.record.name
@@ -338,23 +332,19 @@ class Rollout:
         message = Message(role="user", content=said.text)
         self.request.messages.append(message)
         self.request.metrics.user_turns += 1
-        return self._observe([message], self.request.metrics.assistant_turns - 1, [None])
+        turn = self.request.metrics.assistant_turns - 1
+        return self._history.observe([message], turn=turn, call_ids=[None]) or RequestState.RUNNING
 
     # What the states share
 
-    def _observe(
-        self, messages: Sequence[Message], turn: int, call_ids: Sequence[str | None]
-    ) -> RequestState | StopReason:
-        return self._history.observe(messages, turn=turn, call_ids=call_ids) or RequestState.RUNNING
-
     def _note_turn(self, parsed: ParsedTurn, turn: int) -> None:
         """Keep the turn as a message, and number its calls."""
-        self._turn = _Turn([NumberedCall(call_id=call_id(turn, i), call=call) for i, call in enumerate(parsed.calls)])
+        self._calls = [NumberedCall(call_id=call_id(turn, i), call=call) for i, call in enumerate(parsed.calls)]
         if any(isinstance(call, BrokenCall) for call in parsed.calls):
             self._broken_turns.add(turn)
         made = [
             ToolCall(id=n.call_id, function=FunctionCall(name=n.call.name, arguments=n.call.arguments))
-            for n in self._turn.calls
+            for n in self._calls
             if isinstance(n.call, ParsedCall)
         ]
         extra = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}

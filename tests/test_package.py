@@ -116,8 +116,8 @@ def test_every_public_name_is_there_without_anything_heavy() -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(sglang_multiturn.__all__) == sorted(
         """AsyncRolloutRequest BaseTool ByteChatML Disposition Engine FinishReason Generation GenerationId
-        HFChatTemplate Message RequestSpec RequestState RolloutConfig RolloutContext RolloutEngine SGLangEngine
-        SamplingParams ScriptedEngine ScriptedTurn SglangMultiturnError StopReason TokenLedger ToolError ToolRegistry
+        GroupConfig GroupSampler HFChatTemplate Message RequestSpec RequestState RolloutConfig RolloutContext RolloutEngine
+        SGLangEngine SamplingParams ScriptedEngine ScriptedTurn SglangMultiturnError StopReason TokenLedger ToolError ToolRegistry
         ToolResponse Trajectory __version__ read_run read_trajectories run_one""".split()
     )
 

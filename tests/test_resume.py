@@ -222,6 +222,7 @@ def a_moment(chance: random.Random, whole_bytes: int) -> Moment:
     return wait
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(KILLS // KILLS_A_RUN))
 def test_a_run_that_is_killed_five_times_ends_as_one_that_was_not(
     tmp_path: Path, uninterrupted: Workshop, seed: int

@@ -176,7 +176,7 @@ async def test_too_many_errors_in_a_row() -> None:
 
 async def test_a_timeout_keeps_what_there_is_and_releases_the_tools() -> None:
     tool = HangingTool()
-    config = RolloutConfig(rollout_timeout_s=0.05, tool_timeout_s=None)
+    config = RolloutConfig(rollout_timeout_s=0.5, tool_timeout_s=None)
     trajectory = await roll([call("echo"), "never"], [tool], config)
     assert (trajectory.state, trajectory.stop_reason) == (COMPLETED, StopReason.TIMEOUT)
     assert trajectory.disposition is Disposition.DROP
@@ -185,7 +185,7 @@ async def test_a_timeout_keeps_what_there_is_and_releases_the_tools() -> None:
 
 
 async def test_a_timeout_while_generating_aborts_in_the_engine_and_keeps_the_partial_turn() -> None:
-    trajectory = await roll([ScriptedTurn(text="abcdef", hang_after=3)], config=RolloutConfig(rollout_timeout_s=0.05))
+    trajectory = await roll([ScriptedTurn(text="abcdef", hang_after=3)], config=RolloutConfig(rollout_timeout_s=0.5))
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.response_ids == text("abc")
     assert trajectory.turns[0].finish_reason is FinishReason.ABORT

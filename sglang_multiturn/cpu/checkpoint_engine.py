@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import ray
 import torch
 from safetensors.torch import load, save
-from torch.distributed import TCPStore
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its own stubs leave it out
+from verl.checkpoint_engine import base as verls_base
+
+verls: Any = verls_base  # verl's types say less than its code does
 
 _TIMEOUT = timedelta(minutes=10)
 _WEIGHTS = "weights"
@@ -33,8 +35,8 @@ class Address(NamedTuple):
     port: int
 
 
-@CheckpointEngineRegistry.register("cpu_store")
-class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
+@verls.CheckpointEngineRegistry.register("cpu_store")
+class StoreCheckpointEngine(verls.CheckpointEngine):  # type: ignore[misc]
     """One in every actor and one in every worker beside a rollout server."""
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
@@ -46,7 +48,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         if not self._is_master:
             return None
         if self._store is None:
-            host = ray.util.get_node_ip_address()
+            host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         return Address(self._store.host, self._store.port)
 
@@ -69,7 +71,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         """Every actor walks through the weights, since gathering them is collective; the first puts them down."""
         named = {name: tensor.detach().cpu().clone() for name, tensor in weights}
         if self._is_master:
-            await asyncio.to_thread(self._opened.set, _WEIGHTS, save(named))
+            await asyncio.to_thread(self._opened.set, _WEIGHTS, save(named))  # type: ignore[arg-type]  # bytes do
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:

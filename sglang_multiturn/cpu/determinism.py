@@ -8,6 +8,7 @@ what else is in the batch, so that a token in a hundred thousand or so may still
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 ARGUMENT = "enable_deterministic_inference"
 _ALLOWED = "SGLANG_MULTITURN_CPU_DETERMINISM"
+_HASHES = ("sglang.srt.layers.utils.hash", "sglang.kernels.ops.sampling.murmur_hash")
+"""Where the hash stands: the first in 0.5.14, the second in 0.5.23."""
 _MASK = 0xFFFFFFFF
 
 
@@ -36,7 +39,7 @@ def prepare_spawned() -> None:
     """Stand in for what needs a GPU, in a process SGLang spawned; nothing where nobody asked for determinism."""
     if os.environ.get(_ALLOWED) != "1":
         return
-    hashing: Any = importlib.import_module("sglang.srt.layers.utils.hash")
+    hashing: Any = importlib.import_module(next(name for name in _HASHES if importlib.util.find_spec(name)))
     hashing.murmur_hash32 = murmur_hash32
     kernels: Any = importlib.import_module("sglang.srt.batch_invariant_ops.batch_invariant_ops")
     kernels._batch_invariant_MODE = True  # it takes its Triton kernels for put in already

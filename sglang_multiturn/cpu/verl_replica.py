@@ -219,6 +219,7 @@ class CpuServerAdapter(BaseRollout):
             raise NotImplementedError(
                 "sglang_cpu loads no LoRA adapters: set actor_rollout_ref.model.lora.merge=True, which sends whole weights"
             )
-        named = [(name, tensor.detach().cpu().float().numpy()) async for name, tensor in ensure_async_iterator(weights)]
+        pairs = ensure_async_iterator(weights)  # type: ignore[no-untyped-call]
+        named = [(name, tensor.detach().cpu().float().numpy()) async for name, tensor in pairs]
         if self.is_leader_rank:
             await ray.get_actor(server_name(self.replica_rank)).load_weights.remote(named, global_steps)

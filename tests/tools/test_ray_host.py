@@ -286,6 +286,21 @@ async def test_a_node_that_dies_takes_its_instances_along_and_the_next_create_fi
         await host.release("b", {})
 
 
+async def test_a_look_notices_that_a_node_has_died(ray_job: None) -> None:
+    async with opened("look") as host:
+        await host.create("a", {})
+        assert host._tie is not None
+        actor = host._tie.actor
+        await host.look("a")
+        assert host.is_alive("a")
+        ray.kill(actor)
+        await until_dead(actor)
+        assert host.is_alive("a")  # as of the last answer
+        await host.look("a")
+        assert not host.is_alive("a")
+        await host.look("a")  # there is nobody to ask
+
+
 async def test_a_create_notices_by_itself_that_its_node_has_died(ray_job: None) -> None:
     async with opened("idle") as host:
         await host.create("a", {})

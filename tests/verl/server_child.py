@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,10 +94,18 @@ async def aborted_while_it_runs(world: World) -> Result:
         running = tasks.create_task(world.long(rid))
         other = tasks.create_task(world.long(survivor := world.rid()))
         await world.let_run()
+        began_s = time.monotonic()
         await world.server.abort_rids([rid])
+        took_s = time.monotonic() - began_s
         ended = running.done() and not other.done()
         await world.server.abort_rids([survivor])
-    return {"output": said(running.result()), "ended": ended, "budget": world.budget, "idle": await world.is_idle()}
+    return {
+        "output": said(running.result()),
+        "ended": ended,
+        "took_s": took_s,
+        "budget": world.budget,
+        "idle": await world.is_idle(),
+    }
 
 
 async def aborted_before_it_arrives(world: World) -> Result:

@@ -1,7 +1,7 @@
 """A training run that is resumed from a checkpoint goes on as the one that was not interrupted.
 
-The engine is scripted: what it says depends on nothing but the prompt. That real sampling can be repeated too, with
-`rollout.full_determinism`, is shown with real SGLang.
+In the middle of an epoch: test_stop_reasons resumes at an epoch's end. The engine is scripted: what it says depends on
+nothing but the prompt. That real sampling can be repeated too, with `rollout.full_determinism`, is shown with real SGLang.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,30 +19,30 @@ import word_problems  # type: ignore[import-not-found]  # examples/gsm8k_tool
 from launch import main_ppo_overrides  # type: ignore[import-not-found]
 from scripted_runs import run_plans
 from stop_reasons import SAMPLES
-from training import EXAMPLE, HERE, TINY_MODEL, Run, assert_rows_are_the_journals, train
+from training import (
+    EXAMPLE,
+    HERE,
+    TINY_MODEL,
+    Run,
+    assert_rows_are_the_journals,
+    assert_same_step,
+    resumed_from,
+    train,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # whole training runs, on whatever is left of two cores
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not os.environ.get("VERL_MATRIX"), reason="two runs each: make verl-matrix"),
+]
 
 PLANS = ["answered", "tool_stop", "max_assistant_turns", "error", "too_many_errors", "max_tool_turns"]
 PROMPTS, STEPS, SAVED = 2, 3, 2
 """Three steps take each prompt once; the checkpoint is that of the second."""
-COMPARED = ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/lr", "num_turns/mean")
 OVERRIDES = [
     "actor_rollout_ref.actor.optim.lr=1e-3",  # so that a step not taken would show
     f"trainer.save_freq={SAVED}",
 ]
-
-
-def resumed_from(folder: Path) -> list[str]:
-    checkpoint = folder / "checkpoints" / f"global_step_{SAVED}"
-    assert (checkpoint / "actor").is_dir()
-    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
-
-
-def last_step(run: Run) -> list[dict[str, Any]]:
-    """Its rows, in an order that does not depend on who came first."""
-    rows = [row for row in run.rows if row["versions"] == [STEPS - 1, STEPS - 1]]
-    return sorted(rows, key=lambda row: (row["prompt"], row["response"], row["advantages"]))
 
 
 def said(run: Run, step: int) -> dict[tuple[int, int], list[int]]:
@@ -52,30 +51,7 @@ def said(run: Run, step: int) -> dict[tuple[int, int], list[int]]:
     return {(line.input_index, line.sample_index): line.response_ids for line in lines}
 
 
-def assert_same_last_step(uninterrupted: Run, resumed: Run) -> None:
-    assert [logged["step"] for logged in resumed.metrics] == [STEPS]
-    for name in COMPARED:
-        assert resumed.step(STEPS)[name] == pytest.approx(uninterrupted.step(STEPS)[name], rel=1e-4, abs=1e-6), name
-    assert uninterrupted.step(STEPS)["actor/grad_norm"] > 0
-    rows = list(zip(last_step(uninterrupted), last_step(resumed), strict=True))
-    assert len(rows) == len(resumed.rows) > PROMPTS
-    for before, after in rows:
-        for name in ("prompt", "response", "response_mask", "token_level_scores", "versions", "fields"):
-            assert before[name] == after[name]
-        for name in ("rollout_log_probs", "old_log_probs", "advantages"):
-            assert before[name] == pytest.approx(after[name], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "v1",
-    [
-        True,
-        pytest.param(
-            False, marks=pytest.mark.skipif(not os.environ.get("VERL_MATRIX"), reason="two runs more: make verl-matrix")
-        ),
-    ],
-    ids=["v1", "v0"],
-)
+@pytest.mark.parametrize("v1", [True, False], ids=["v1", "v0"])
 def test_a_resumed_run_takes_the_step_that_the_uninterrupted_one_took(tmp_path: Path, v1: bool) -> None:
     def run(name: str, more: Sequence[str]) -> Run:
         return run_plans(
@@ -85,12 +61,11 @@ def test_a_resumed_run_takes_the_step_that_the_uninterrupted_one_took(tmp_path: 
     uninterrupted = run("uninterrupted", [])
     assert len(uninterrupted.training()) == STEPS * PROMPTS * SAMPLES
     assert assert_rows_are_the_journals(uninterrupted) == STEPS * PROMPTS * SAMPLES - 1
-    resumed = run("resumed", resumed_from(uninterrupted.folder))
+    resumed = run("resumed", resumed_from(uninterrupted.folder, step=SAVED))
     assert len(resumed.training()) == PROMPTS * SAMPLES
-    assert_same_last_step(uninterrupted, resumed)
+    assert_same_step(uninterrupted, resumed, step=STEPS)
 
 
-@pytest.mark.skipif(not os.environ.get("VERL_MATRIX"), reason="two runs of real SGLang: make verl-matrix")
 def test_with_full_determinism_a_resumed_run_samples_the_same_tokens(tmp_path: Path) -> None:
     """Real SGLang, which draws each request by a seed of its own."""
     prompts, samples = 4, 4
@@ -122,9 +97,9 @@ def test_with_full_determinism_a_resumed_run_samples_the_same_tokens(tmp_path: P
         return train(folder, [*overrides, *sizes, *more], v1=True)
 
     uninterrupted = run("uninterrupted", [])
-    resumed = run("resumed", resumed_from(uninterrupted.folder))
+    resumed = run("resumed", resumed_from(uninterrupted.folder, step=SAVED))
     before, after = said(uninterrupted, STEPS), said(resumed, STEPS)
     assert len(before) == prompts * samples
     assert len({tuple(ids) for ids in before.values()}) > prompts  # samples of one prompt differ
     assert before == after
-    assert_same_last_step(uninterrupted, resumed)
+    assert_same_step(uninterrupted, resumed, step=STEPS)

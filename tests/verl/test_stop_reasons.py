@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ pytest.importorskip("transfer_queue")
 
 from scripted_runs import VALIDATION, VALIDATION_SAMPLES, prompt_ids, run_plans, tokenizer
 from stop_reasons import END, KEPT, MAX_PROMPT_TOKENS, OTHERS, PLANNED, PLANS, SAMPLES, WHOLE_GROUP, Plan, logprob_of
-from training import Run
+from training import Run, assert_same_step, resumed_from
 
 from sglang_multiturn.request import StopReason
 from sglang_multiturn.trajectory import Trajectory
@@ -52,22 +54,22 @@ SCORED_ZERO = (0.0, 0.8660254, -0.8660254, 0.8660254)
     ids=lambda cell: f"{cell[0]}-{cell[1]}-workers",
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    trainer, workers = request.param
+    return run_cell(tmp_path_factory.mktemp("run"), *request.param)
+
+
+def run_cell(folder: Path, trainer: str, workers: int, more: Sequence[str] = ()) -> Run:
     v1 = trainer == "v1"
     # Half of the cells validate exactly as they train.
     same = "actor_rollout_ref.rollout.val_kwargs.temperature=" + ("1.0" if workers == 2 else "0.5")
     return run_plans(
-        tmp_path_factory.mktemp("run"),
+        folder,
         plans_of(v1),
         v1=v1,
         workers=workers,
         steps=STEPS,
         overrides=[
-            same,
-            *FIGURES[trainer],
-            "trainer.val_before_train=True",
-            "trainer.test_freq=1",
-            "trainer.save_freq=-1",
+            *(same, *FIGURES[trainer], "trainer.val_before_train=True", "trainer.test_freq=1"),
+            *("trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr=1e-3", *more),
         ],
     )
 
@@ -226,3 +228,15 @@ def test_verl_logs_what_every_rollout_came_to(run: Run) -> None:
         ended = [line.stop_reason for line in run.training().values()]
         for reason in (StopReason.ANSWERED, StopReason.TIMEOUT, StopReason.ERROR):
             assert told[0][f"{prefix}stop_reason/{reason}"] == pytest.approx(ended.count(reason) / everything)
+
+
+def test_a_resumed_run_takes_the_step_that_the_uninterrupted_one_took(
+    run: Run, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    cell = request.node.callspec.params["run"]
+    if cell != ("v1", 2):
+        pytest.skip("once; test_resume_training.py resumes V0 as well")
+    # It validates before it goes on, as `val_before_train` says.
+    resumed = run_cell(tmp_path, *cell, resumed_from(run.folder, step=STEPS - 1))
+    assert len(resumed.training()) == len(run.training()) / STEPS
+    assert_same_step(run, resumed, step=STEPS)

@@ -145,3 +145,34 @@ def assert_learned(run: Run, *, steps: int) -> None:
     assert [logged["step"] for logged in trained] == list(range(1, steps + 1))
     assert all(math.isfinite(logged["actor/pg_loss"]) for logged in trained)
     assert any(logged["actor/grad_norm"] > 0 for logged in trained)
+
+
+COMPARED = ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/lr", "num_turns/mean")
+
+
+def resumed_from(folder: Path, *, step: int) -> list[str]:
+    """Overrides of a run that goes on from another one's checkpoint."""
+    checkpoint = folder / "checkpoints" / f"global_step_{step}"
+    assert (checkpoint / "actor").is_dir()
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+
+
+def assert_same_step(uninterrupted: Run, resumed: Run, *, step: int) -> None:
+    """The resumed run took this one step, as the uninterrupted one did: figures and rows."""
+    assert [logged["step"] for logged in resumed.metrics if "actor/pg_loss" in logged] == [step]
+    assert uninterrupted.step(step)["actor/grad_norm"] > 0
+    for name in COMPARED:
+        assert resumed.step(step)[name] == pytest.approx(uninterrupted.step(step)[name], rel=1e-4, abs=1e-6), name
+    before, after = (_rows_of(run, step) for run in (uninterrupted, resumed))
+    assert len(before) == len(after) == len(resumed.rows) > 0
+    for one, other in zip(before, after, strict=True):
+        for name in ("prompt", "response", "response_mask", "token_level_scores", "versions", "fields"):
+            assert one[name] == other[name]
+        for name in ("rollout_log_probs", "old_log_probs", "advantages"):
+            assert one[name] == pytest.approx(other[name], abs=1e-4)
+
+
+def _rows_of(run: Run, step: int) -> list[dict[str, Any]]:
+    """In an order that does not depend on who came first."""
+    rows = [row for row in run.rows if row["versions"] == [step - 1, step - 1]]
+    return sorted(rows, key=lambda row: (row["prompt"], row["response"], row["response_mask"], row["advantages"]))

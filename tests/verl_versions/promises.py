@@ -43,6 +43,26 @@ LINES = (
         within=f"{_LOOP}:AgentLoopWorker._run_agent_loop",
         words=("_agent_loop_registry[agent_name]", "agent_loop.run(sampling_params, **kwargs)"),
     ),
+    Line(
+        name="a conversation's purpose is known to the worker",
+        within=f"{_LOOP}:get_trajectory_info",
+        words=("'step'", "'rollout_n'", "'validate'"),
+    ),
+    Line(
+        name="replicas are looked up in the registry",
+        within="verl.workers.rollout.replica",
+        words=("_registry: dict", "RolloutReplicaRegistry.register('sglang', _load_sglang)"),
+    ),
+    Line(
+        name="a replica starts its server_class",
+        within="verl.workers.rollout.sglang_rollout.async_sglang_server:SGLangReplica.launch_servers",
+        words=("self.server_class",),
+    ),
+    Line(
+        name="V0 logs what its manager measured",
+        within="verl.trainer.ppo.ray_trainer:RayPPOTrainer.fit",
+        words=(".meta_info['timing'])",),
+    ),
     Line(name="the worker loads tools", within=f"{_LOOP}:AgentLoopWorker.__init__", words=("load_all_tools(",)),
     Line(
         name="the dataset loads tools",

@@ -162,18 +162,20 @@ def _last(node: ast.expr) -> str:
 
 
 def _resolve(node: ast.expr, names: Names) -> str | None:
-    """The name in verl that an expression stands for: of a module's member, and of a class's, no deeper."""
+    """The name in verl that an expression stands for: of a module's member, and of a class's, no deeper.
+
+    What has a small name and members is taken for a module: `from verl.a import b` and `b.C` are `verl.a.b:C`.
+    """
     if isinstance(node, ast.Name):
         return names.get(node.id)
-    if not isinstance(node, ast.Attribute):
-        return None
-    owner = _resolve(node.value, names)
+    owner = _resolve(node.value, names) if isinstance(node, ast.Attribute) else None
     if owner is None:
         return None
-    last = owner.rpartition(":")[2].rpartition(".")[2]
-    if last.startswith("_") or (":" in owner and last != last.lower() and not last[0].isupper()):
-        return None
-    return f"{owner}{'.' if ':' in owner else ':'}{node.attr}"
+    module, _, path = owner.partition(":")
+    attribute = ast.unparse(node).rpartition(".")[2]
+    if path == path.lower() and "." not in path and not path.startswith("_"):
+        return f"{'.'.join(filter(None, [module, path]))}:{attribute}"
+    return f"{owner}.{attribute}" if path[0].isupper() and "." not in path else None
 
 
 def _made_by(node: ast.AST) -> Iterator[str]:
