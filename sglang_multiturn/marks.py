@@ -128,10 +128,11 @@ class Marks:
 def read_marks(path: Path) -> list[Attempt]:
     """Everyone who had the journal since its marks were last removed, oldest first, and what they had in their hands.
 
-    A line that was torn tells of something that did not happen any more, and is left out.
+    A line without its newline is left out: what it announces did not happen any more.
     """
     attempts: list[Attempt] = []
-    for line in content_of(path).splitlines():
+    *lines, _torn = content_of(path).split(b"\n")
+    for line in lines:
         try:
             mark = json.loads(line)
             kind = mark["mark"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_multiturn import (
@@ -313,6 +313,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=20), st.floats(0, 1))
+@example([("making", "r", "t", "x"), ("begun", "r"), ("begun", "r"), ("made", "r", "t", "x", "own id")], 0.2890625)
 def test_after_a_crash_at_any_byte_the_marks_say_what_was_begun_and_held(events: list[Any], part: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trajectories.marks"

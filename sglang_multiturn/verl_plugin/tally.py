@@ -27,6 +27,8 @@ _MEANS: Mapping[str, tuple[str, ...]] = {
     "suspensions": ("suspensions",),
     "drift_tokens": ("drift_special_tokens", "drift_boundary_tokens"),
     "lost_instances": ("lost_instances",),
+    "restored_instances": ("restored_instances",),
+    "snapshot_errors": ("snapshot_errors",),
     "release_errors": ("release_errors",),
     "calc_reward_errors": ("calc_reward_errors",),
     "injected_faults": ("injected_faults",),

@@ -134,6 +134,7 @@ def test_fully_async_goes_on_sampling_across_updates(tmp_path: Path) -> None:
             f"rollout.total_rollout_steps={STEPS * PROMPTS}",
             "async_training.trigger_parameter_sync_step=1",
             "async_training.staleness_threshold=1",
+            "actor_rollout_ref.rollout.multi_turn.enable=True",  # else it takes its own single_turn_agent (detach_utils.py:67)
             *STANDALONE,
         ],
     )
