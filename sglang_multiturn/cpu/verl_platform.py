@@ -62,6 +62,7 @@ def install() -> None:
     sglang_kernels.prepare()
     after_import("verl.utils.distributed", _one_backend)
     after_import("verl.utils.fsdp_utils", _no_pinned_memory)
+    after_import("verl.utils.model", _critic_without_flash_attention)
     after_import("verl.workers.rollout.base", _register_adapter)
     after_import("verl.workers.rollout.replica", _register_replica)
 
@@ -85,6 +86,28 @@ def _no_pinned_memory(module: types.ModuleType) -> None:
             super().__init__(pin_memory=False)
 
     module.CPUOffloadPolicy = UnpinnedOffloadPolicy  # type: ignore[attr-defined]
+
+
+def _critic_without_flash_attention(module: types.ModuleType) -> None:
+    """A critic is loaded with flash attention, whatever its configuration says (model.py:649), and that is CUDA's.
+
+    verl's engine imports the function from here when it builds a critic (transformer_impl.py:291).
+    """
+
+    def load(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    if not callable(module.load_valuehead_model):
+        raise TypeError("verl.utils.model.load_valuehead_model is not a function any more")
+    module.load_valuehead_model = load  # type: ignore[attr-defined]
 
 
 def _register_adapter(module: types.ModuleType) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from server_weights import Span, Weights  # type: ignore[import-not-found]
+
 from sglang_multiturn.cpu import sglang_kernels
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "gsm8k_tool" / "tiny_model"
@@ -267,9 +269,9 @@ async def slept_and_woken(world: World) -> Result:
 
 async def versions_under_load(world: World) -> Result:
     """Conversations that go on through updates of the weights; each span's log-probabilities by its own weights."""
-    weights = Weights(world)
+    weights = Weights(world.server, world.manager, TINY_MODEL)
     await weights.load(0)
-    spans: list[tuple[int, list[int], list[int], list[float]]] = []
+    spans: list[Span] = []
 
     async def converse(n: int) -> None:
         ids = [n] * 3
@@ -300,57 +302,6 @@ async def versions_under_load(world: World) -> Result:
         "worst_under_other_weights": other,
         "idle": await world.is_idle(),
     }
-
-
-class Weights:
-    """Sets of weights that differ in one tensor."""
-
-    def __init__(self, world: World) -> None:
-        from safetensors.numpy import load_file
-
-        self._world = world
-        tensors = load_file(TINY_MODEL / "model.safetensors")
-        self._name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
-        self._tensor = tensors[self._name]
-
-    async def load(self, version: int) -> None:
-        from sglang_multiturn.engine.sglang_child.weights import replace_tensors
-
-        await self._world.server._until_idle()
-        tensor = (self._tensor * (1 + 0.1 * version)).astype(self._tensor.dtype)
-        await replace_tensors(self._world.manager, [(self._name, tensor)], version)
-        await self._world.manager.flush_cache()
-        await self._world.server.set_global_steps(version)
-
-    async def compare(self, spans: list[tuple[int, list[int], list[int], list[float]]]) -> tuple[float, float]:
-        """The largest difference under each span's own weights, and the same under weights of one version later."""
-        worst = other = 0.0
-        for version in sorted({version for version, *_ in spans}):
-            mine = [span for span in spans if span[0] == version]
-            await self.load(version)
-            worst = max(worst, await self._largest_difference(mine))
-            await self.load(version + 1)
-            other = max(other, await self._largest_difference(mine[:1]))
-        return worst, other
-
-    async def _largest_difference(self, spans: list[tuple[int, list[int], list[int], list[float]]]) -> float:
-        async with asyncio.TaskGroup() as tasks:
-            differences = [tasks.create_task(self._difference(span)) for span in spans]
-        return max(task.result() for task in differences)
-
-    async def _difference(self, span: tuple[int, list[int], list[int], list[float]]) -> float:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        _, given, sampled, logprobs = span
-        request = GenerateReqInput(
-            input_ids=[*given, *sampled],
-            sampling_params={"temperature": 1.0, "max_new_tokens": 1},
-            return_logprob=True,
-            logprob_start_len=len(given) - 1,
-        )
-        outputs = [output async for output in self._world.manager.generate_request(request, None)]
-        known = [entry[0] for entry in outputs[-1]["meta_info"]["input_token_logprobs"]][-len(sampled) :]
-        return max(abs(a - b) for a, b in zip(logprobs, known, strict=True))
 
 
 async def wake(world: World) -> None:
