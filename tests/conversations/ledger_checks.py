@@ -32,7 +32,7 @@ def inputs_extend_each_other(played: Played) -> None:
     must(not begun or played.config.history == "split", "2", f"turns {begun} begin rows, though history is kept")
     for earlier, later in itertools.pairwise(kept(played)):
         before, turn = earlier.given + got_ids(earlier), later.id.turn
-        if turn in begun:
+        if turn in begun and earlier.id.turn != turn:
             keeps = all(played.world.template.keeps_history(role) for role in roles_after(played, earlier.id.turn))
             must(not keeps, "2", f"turn {turn} begins a row, though the template keeps history")
         else:
