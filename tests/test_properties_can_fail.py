@@ -23,7 +23,6 @@ from sglang_multiturn.chat.encoding import PlainToken
 from sglang_multiturn.chat.template import DeltaPiece
 from sglang_multiturn.engine.base import Generation
 from sglang_multiturn.history import History
-from sglang_multiturn.rollout import Rollout
 from sglang_multiturn.tokens import Origin
 
 from families import tokenizer
@@ -190,12 +189,12 @@ def test_a_cut_that_is_not_marked_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_answers_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Rollout._observe
+    right = History.observe
 
-    def reordered(rollout: Rollout, messages: Sequence[Message], turn: int, call_ids: Sequence[str | None]) -> Any:
-        return right(rollout, list(messages)[::-1], turn, list(call_ids)[::-1])
+    def reordered(history: History, messages: Sequence[Message], *, turn: int, call_ids: Sequence[str | None]) -> Any:
+        return right(history, list(messages)[::-1], turn=turn, call_ids=list(call_ids)[::-1])
 
-    monkeypatch.setattr(Rollout, "_observe", reordered)
+    monkeypatch.setattr(History, "observe", reordered)
     assert is_found("5: answers")
 
 

@@ -225,16 +225,18 @@ def test_invariants_over_random_conversations(prompt: list[int], plan: list[tupl
     ledger.append_prompt(prompt)
     said: list[int] = []
     seen: list[list[int]] = []
+    turn = -1
     for kind, ids, reason in plan:
         if kind == "sampled":
             assert isinstance(reason, FinishReason)
             seen.append(ledger.input_ids)
             generation = sampled(ids, [-float(i) for i in range(len(ids))], reason)
-            ledger.append_sampled(generation, turn=len(seen) - 1, given=seen[-1])
+            turn += ledger.segments[-1].origin is not Origin.SAMPLED  # else a turn that was cut goes on
+            ledger.append_sampled(generation, turn=turn, given=seen[-1])
             said += ids
         else:
             assert isinstance(kind, Origin)
-            ledger.append_observation(ids, origin=kind, turn=max(0, len(seen) - 1))
+            ledger.append_observation(ids, origin=kind, turn=max(0, turn))
         mask, logprobs = ledger.response_mask(), ledger.response_logprobs
         assert logprobs is not None
         assert len(ledger.response_ids) == len(mask) == len(logprobs) == len(ledger.response_weight_versions)
@@ -248,3 +250,14 @@ def test_invariants_over_random_conversations(prompt: list[int], plan: list[tupl
     assert copy.input_ids == ledger.input_ids
     assert copy.response_mask() == ledger.response_mask()
     assert digest_ids(copy.input_ids) == digest_ids(ledger.input_ids)
+
+
+def test_two_turns_with_nothing_between_them_are_found() -> None:
+    ledger = TokenLedger()
+    ledger.append_prompt([1])
+    ledger.append_sampled(sampled([2], [-1.0], FinishReason.ABORT), turn=0, given=[1])
+    ledger.append_sampled(sampled([3], [-1.0], FinishReason.STOP), turn=0, given=[1, 2])
+    ledger.check()
+    ledger.append_sampled(sampled([4], [-1.0], FinishReason.STOP), turn=1, given=[1, 2, 3])
+    with pytest.raises(LedgerError, match="turn 1: nothing stands between it and turn 0"):
+        ledger.check()
