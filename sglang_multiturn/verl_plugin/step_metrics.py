@@ -3,7 +3,7 @@
 V1: `trainer.v1.sampler.custom_sampler.path=pkg://sglang_multiturn.verl_plugin.step_metrics`
     `trainer.v1.sampler.custom_sampler.name=replay_buffer`
     The trainer logs what its replay buffer's `sample` returns beside the batch (v1/trainer_base.py:567).
-V0: `actor_rollout_ref.rollout.agent.agent_loop_manager_class=sglang_multiturn.verl_plugin.step_metrics.CountingManager`
+V0: `+actor_rollout_ref.rollout.agent.agent_loop_manager_class=sglang_multiturn.verl_plugin.step_metrics.CountingManager`
     The trainer logs `meta_info["timing"]` of what its manager generated (ray_trainer.py:1518), under its name for times.
 
 Nothing of what verl samples or trains is changed by either.

@@ -47,3 +47,13 @@ def run_python(tmp_path: Path) -> Python:
         )
 
     return run
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A training run each: only where they are asked for."""
+    if os.environ.get("VERL_MATRIX"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("matrix") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("matrix") is None]

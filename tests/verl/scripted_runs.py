@@ -27,8 +27,8 @@ from training import HERE, RECORDER, SCRIPTED, TINY_MODEL, Run, train
 from transformers import AutoTokenizer
 
 VALIDATION_SAMPLES = 2
-VALIDATION = {"answered": "val_answered", "error": "val_error"}
-"""Plans of the validation set, each with a data_source of its own."""
+VALIDATION = {plan: f"val_{plan}" for plan in ("answered", "error", "tool_stop", "max_response_tokens")}
+"""Plans of the validation set, each with a data_source of its own: eight conversations, of which V0 makes no padding."""
 
 tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
 

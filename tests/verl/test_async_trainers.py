@@ -1,12 +1,14 @@
 """verl's asynchronous trainers with this package's loop, as far as a CPU runs them: `make verl-matrix`.
 
-The engine is scripted, so that a conversation is in the middle of a turn exactly when verl pauses it. What is verl's own
-(pausing, refilling, staleness) is used as it is; ours is that no token is lost, sampled twice or given another version.
+But in one test the engine is scripted, so that a conversation is in the middle of a turn exactly when verl pauses it.
+What is verl's own (pausing, refilling, staleness) is used as it is; ours is that no token is lost, sampled twice or given
+another version.
 """
 
 from __future__ import annotations
 
-import os
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
+import word_problems  # type: ignore[import-not-found]  # examples/gsm8k_tool
+from launch import main_ppo_overrides  # type: ignore[import-not-found]
 from scripted_runs import run_plans
 from stop_reasons import INTERRUPTED_AFTER, SAMPLES
-from training import Run, assert_learned, assert_rows_are_the_journals
+from training import EXAMPLE, HERE, TINY_MODEL, Run, assert_learned, assert_rows_are_the_journals, train
 
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.trajectory import Trajectory
@@ -24,7 +28,7 @@ from sglang_multiturn.trajectory import Trajectory
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not os.environ.get("VERL_MATRIX"), reason="minutes each: make verl-matrix"),
+    pytest.mark.matrix,
 ]
 
 PLANS = ["answered", "interrupted", "tool_stop", "max_tool_turns"]
@@ -59,19 +63,26 @@ def interrupted(run: Run) -> list[Trajectory]:
     return [line for line in run.training().values() if [segment.origin for segment in line.segments] == twice]
 
 
+def assert_exact(line: Trajectory) -> None:
+    """What was sampled before the pause and after it has a version each."""
+    line.check()
+    (before,), (after,) = ({*part} for part in _around(line.response_weight_versions))
+    assert before is not None
+    assert after is not None
+    assert before < after
+
+
+def _around(versions: Sequence[int | None]) -> tuple[Sequence[int | None], Sequence[int | None]]:
+    return versions[:INTERRUPTED_AFTER], versions[INTERRUPTED_AFTER:]
+
+
 def assert_exact_across_updates(run: Run, *, steps: int) -> None:
     assert_learned(run, steps=steps)
     assert assert_rows_are_the_journals(run) == len(run.rows) > steps * PROMPTS
     lines = interrupted(run)
     assert lines
     for line in lines:
-        line.check()
-        versions = line.response_weight_versions
-        before, after = versions[:INTERRUPTED_AFTER], versions[INTERRUPTED_AFTER:]
-        assert len({*before}) == len({*after}) == 1
-        assert before[0] is not None
-        assert after[0] is not None
-        assert before[0] < after[0]
+        assert_exact(line)
     rows = {row["request_id"]: row["versions"] for row in run.rows}
     spans = [rows[line.request_id] for line in lines if line.request_id in rows]
     assert all(oldest < newest for oldest, newest in spans)
@@ -81,6 +92,44 @@ def assert_exact_across_updates(run: Run, *, steps: int) -> None:
 def test_a_turn_that_verl_interrupts_goes_on_under_the_new_weights(tmp_path: Path) -> None:
     """`colocate_async`: verl pauses the engine once a batch is complete, trains, updates the weights and goes on."""
     assert_exact_across_updates(run_async(tmp_path, "colocate_async", []), steps=STEPS)
+
+
+def test_real_sglang_is_interrupted_and_goes_on(tmp_path: Path) -> None:
+    """`colocate_async` with real SGLang: whole tokens, and a version for each."""
+    prompts, samples = 4, 4
+    train_file = tmp_path / "train.parquet"
+    word_problems.write(word_problems.rows(seed=1, count=(STEPS + 1) * prompts, split="train"), train_file)
+    overrides = main_ppo_overrides(
+        model=TINY_MODEL,
+        train=train_file,
+        heldout=train_file,
+        tools=HERE.parents[1] / "tool_configs" / "calculator.yaml",
+        reward=EXAMPLE / "reward.py",
+        run_dir=tmp_path,
+        steps=STEPS,
+        seed=1,
+    )
+    sizes = [
+        f"data.train_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={prompts * samples}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={prompts * samples}",
+        f"actor_rollout_ref.rollout.n={samples}",
+        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.save_freq=-1",
+    ]
+    run = train(tmp_path, [*overrides, *sizes], v1=True)
+    assert_learned(run, steps=STEPS)
+    assert assert_rows_are_the_journals(run) == STEPS * prompts * samples
+    for row in run.rows:
+        line = run.journal[row["request_id"]]
+        line.check()
+        versions = [version for version in line.response_weight_versions if version is not None]
+        assert versions == sorted(versions)
+        assert row["versions"] == [versions[0], versions[-1]]
+        assert None not in [segment.weight_version for segment in line.segments if segment.origin is Origin.SAMPLED]
+        assert {segment.min_weight_version for segment in line.segments} == {None}  # a span is exact, never a range
+    assert any(oldest < newest for oldest, newest in (row["versions"] for row in run.rows))
 
 
 def test_a_server_that_stands_apart_goes_on_while_verl_trains(tmp_path: Path) -> None:
@@ -138,10 +187,15 @@ def test_fully_async_goes_on_sampling_across_updates(tmp_path: Path) -> None:
             *STANDALONE,
         ],
     )
-    assert_learned(run, steps=STEPS)
     assert assert_rows_are_the_journals(run) == STEPS * PROMPTS * SAMPLES
-    assert interrupted(run)
-    for line in interrupted(run):
-        line.check()
-        versions = line.response_weight_versions
-        assert len({*versions[:INTERRUPTED_AFTER]}) == len({*versions[INTERRUPTED_AFTER:]}) == 1
+    lines = interrupted(run)
+    assert lines
+    for line in lines:
+        assert_exact(line)
+    rows = {row["request_id"]: row["versions"] for row in run.rows}
+    cut = [rows[line.request_id] for line in lines]
+    logged = [logged for logged in run.metrics if "actor/pg_loss" in logged]  # verl logs all steps but the last
+    assert len(logged) == STEPS - 1
+    assert all(math.isfinite(step["actor/pg_loss"]) for step in logged)
+    assert sum(step["fully_async/partial/total_partial_num"] for step in logged) <= len(cut)
+    assert all(oldest < newest for oldest, newest in cut)

@@ -6,7 +6,6 @@ nothing but the prompt. That real sampling can be repeated too, with `rollout.fu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from training import (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not os.environ.get("VERL_MATRIX"), reason="two runs each: make verl-matrix"),
+    pytest.mark.matrix,
 ]
 
 PLANS = ["answered", "tool_stop", "max_assistant_turns", "error", "too_many_errors", "max_tool_turns"]
@@ -89,6 +88,7 @@ def test_with_full_determinism_a_resumed_run_samples_the_same_tokens(tmp_path: P
             f"data.train_batch_size={prompts}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={prompts * samples}",
+            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={prompts * samples}",
             f"actor_rollout_ref.rollout.n={samples}",
             "actor_rollout_ref.rollout.full_determinism=True",
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]",

@@ -200,14 +200,15 @@ def test_verl_logs_what_these_rows_say(run: Run) -> None:
 
 
 def test_validation_is_kept_apart_and_its_figures_are_those_of_its_rows(run: Run) -> None:
-    """`val_answered` scores 0.5 and 1; of `val_error` one conversation fails and the other scores 1."""
+    """Two conversations a prompt score 0.5 and 1; of `val_error` one fails and the other scores 1."""
     validation = [line for line in run.journal.values() if line.validate]
     assert len(validation) == len(VALIDATION) * VALIDATION_SAMPLES * (STEPS + 1)
     assert {line.data_source for line in validation} == set(VALIDATION.values())
     assert {line.data_source for line in run.training().values()} == {"plans"}
     for step in range(STEPS + 1):
         logged = run.step(step)
-        assert logged[f"val-core/val_answered/acc/mean@{VALIDATION_SAMPLES}"] == 0.75
+        for plan in ("answered", "tool_stop", "max_response_tokens"):
+            assert logged[f"val-core/val_{plan}/acc/mean@{VALIDATION_SAMPLES}"] == 0.75
         assert logged[f"val-core/val_error/acc/mean@{VALIDATION_SAMPLES}"] == 0.5
         assert logged[f"val-aux/val_error/failed/mean@{VALIDATION_SAMPLES}"] == 0.5
         assert logged[f"val-aux/val_answered/tool_calls/mean@{VALIDATION_SAMPLES}"] == 0.5
