@@ -6,8 +6,10 @@ The engine is scripted, so that every figure that depends on rows alone is known
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import shutil
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,7 +238,10 @@ def test_history_split_gives_a_session_several_rows_and_one_advantage(tmp_path: 
 
 
 def test_lora_reaches_sglang_as_whole_weights(tmp_path: Path) -> None:
-    """Real SGLang: after an update of the adapters alone its log-probabilities are still the trainer's."""
+    """Real SGLang: after an update of the adapters alone it samples as the trainer does, and no longer as the base model.
+
+    Not to the digit: verl rounds merged weights to bfloat16 on their way (transformer_impl.py:1081).
+    """
     train_file, prompts, samples = tmp_path / "train.parquet", 4, 4
     word_problems.write(word_problems.rows(seed=1, count=2 * prompts, split="train"), train_file)
     overrides = main_ppo_overrides(
@@ -258,12 +263,23 @@ def test_lora_reaches_sglang_as_whole_weights(tmp_path: Path) -> None:
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.model.lora_alpha=8",
         "actor_rollout_ref.model.lora.merge=True",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.use_kl_loss=True",  # for the reference, which is the model without its adapters
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={prompts * samples}",
+        "actor_rollout_ref.actor.optim.lr=5e-2",
         "trainer.save_freq=-1",
     ]
     run = train(tmp_path, [*overrides, *lora], v1=True)
     assert_learned(run, steps=2)
     assert assert_rows_are_the_journals(run) == 2 * prompts * samples
-    assert {row["versions"][0] for row in run.rows} == {0, 1}
-    for step in (1, 2):
-        assert run.step(step)["training/rollout_probs_diff_max"] <= 5e-5
+    updated = [row for row in run.rows if row["versions"] == [1, 1]]
+    assert len(updated) == prompts * samples
+
+    def apart(row: dict[str, Any], name: str) -> list[float]:
+        return [abs(old - other) for old, other in zip(trained(row, "old_log_probs"), trained(row, name), strict=True)]
+
+    from_sglang, from_base = (
+        statistics.fmean(itertools.chain.from_iterable(apart(row, name) for row in updated))
+        for name in ("rollout_log_probs", "ref_log_prob")
+    )
+    assert from_sglang < 0.01
+    assert from_base > 10 * from_sglang
