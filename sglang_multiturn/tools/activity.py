@@ -69,7 +69,7 @@ class ToolActivity:
             then: what the conversation waits for once all of them have answered.
         """
         now_s = time.time()
-        self._open = {call_id: (stage.format(f"tool {name}"), now_s) for call_id, name in tools.items()}
+        self._open = {call_id: (stage.replace("{}", f"tool {name}"), now_s) for call_id, name in tools.items()}
         self._calls = of
         self._tell()
         try:
@@ -83,7 +83,7 @@ class ToolActivity:
         name = f"tool {tool.name}"
         if number:
             name += f", attempt {number + 1} of {tool.settings.retries + 1}"
-        self._open[call_id] = (stage.format(name), time.time())
+        self._open[call_id] = (stage.replace("{}", name), time.time())
         self._tell()
 
     def answered(self, call_id: str) -> None:

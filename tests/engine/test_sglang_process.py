@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,18 +94,19 @@ async def test_closing_ends_what_is_in_flight_and_every_process() -> None:
 
 @pytest.mark.parametrize("moment", ["starting", "serving"])
 async def test_when_the_parent_is_killed_no_process_stays(moment: str) -> None:
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(TINY_MODEL), moment, stdout=asyncio.subprocess.PIPE, env=_environment()
-    )
+    # Not asyncio's own: importing SGLang's server leaves uvloop's policy behind, which has no child watcher for other loops.
+    command = [sys.executable, "-c", PARENT, str(TINY_MODEL), moment]
+    parent = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, env=_environment())
     assert parent.stdout is not None
     async with asyncio.timeout(START_TIMEOUT_S):
-        child_pid = int(await parent.stdout.readline())
+        child_pid = int(await asyncio.to_thread(parent.stdout.readline))
     ends = [_end_of(process.pid) for process in psutil.Process(child_pid).children(recursive=True)]
     ends.append(_end_of(child_pid))
     parent.kill()
     async with asyncio.timeout(TEST_TIMEOUT_S):
-        await parent.wait()
+        await asyncio.to_thread(parent.wait)
         await asyncio.wait(ends)
+    parent.stdout.close()
 
 
 @pytest.mark.parametrize("model_path", ["./nowhere", "/nowhere/at/all", "nowhere"])
