@@ -177,7 +177,8 @@ async def test_what_dies_at_random_moments_of_many_conversations_is_never_notice
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_job")
 async def test_a_process_killed_on_a_ray_node_while_suspended_changes_no_word(tmp_path: Path) -> None:
-    turns = [say(word=word) for word in "abcd"] + ["done"]  # one call a turn: on Ray, those of one turn may pass each other
+    # One call a turn: on Ray, those of one turn may pass each other.
+    turns = [say(word=word) for word in "abcd"] + ["done"]
     trajectory = await played(turns, tmp_path, kills=(1, 3), execution="ray")
     assert words(trajectory) == words(await played(turns, tmp_path, execution="ray"))
     assert answers(trajectory) == ["a", "a b", "a b c", "a b c d"]
