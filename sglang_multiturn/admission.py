@@ -116,6 +116,10 @@ class TokenAdmission:
                 ticket.called.set()
         await self._generator.abort(request_id)
 
+    async def serving(self, request_id: str) -> None:
+        """The generator's."""
+        await self._generator.serving(request_id)
+
     def _admit(self) -> None:
         """Let in whoever is first in the line while there is room."""
         while self._waiting:

@@ -113,7 +113,10 @@ class RolloutConfig(BaseModel):
     reward_timeout_s: float | None = Field(default=60.0, gt=0)
     """One call of the reward function."""
     rollout_timeout_s: float | None = Field(default=1800.0, gt=0)
-    """The whole conversation, waiting for tools included; what it has by then is kept."""
+    """The whole conversation, waiting for tools included, but not while it is suspended or the engine that it waits for is paused.
+
+    What it has by then is kept.
+    """
     history: Literal["keep", "split"] = "keep"
     """Where a template renders earlier turns otherwise once something follows (Qwen3 strips thoughts): `keep` goes on
     with the tokens as they were; `split` ends the row and starts another with the conversation rendered anew."""

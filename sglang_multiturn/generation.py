@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from sglang_multiturn.engine.base import FinishReason, Generation, GenerationId, Generator, SamplingParams
 from sglang_multiturn.errors import EngineDiedError, EngineError, InvalidRequestError
 from sglang_multiturn.request import AsyncRolloutRequest
-from sglang_multiturn.suspension import Gate
+from sglang_multiturn.suspension import Clock, Gate
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class TurnSampler:
         request: AsyncRolloutRequest,
         passed: Callable[[], Awaitable[None]],
         gate: Gate,
+        clock: Clock,
         retries: int,
     ) -> None:
         """Sample for `request`.
@@ -56,12 +57,14 @@ class TurnSampler:
             request: whose turns these are.
             passed: waits while the conversation is suspended, and may raise where it cannot go on afterwards.
             gate: what the conversation passes.
+            clock: its time, which stands still while the engine is paused.
             retries: how often a generation of a turn is asked again that the engine failed or aborted by itself.
         """
         self._generator = generator
         self._request = request
         self._passed = passed
         self._gate = gate
+        self._clock = clock
         self._retries = retries
 
     async def sample(self, params: SamplingParams, *, turn: int) -> SampledTurn:
@@ -75,7 +78,7 @@ class TurnSampler:
         assert params.max_new_tokens is not None  # the rollout saw to it
         wanted, failures = params.max_new_tokens, 0
         for attempt in itertools.count(self._request.first_attempt):
-            await self._passed()
+            await self._ready()
             self._request.attempts = max(self._request.attempts, attempt + 1)
             closings = self._gate.closings
             left = dataclasses.replace(params, max_new_tokens=wanted - len(sampled))
@@ -97,6 +100,13 @@ class TurnSampler:
             failures += 1
             self._request.metrics.engine_retries += 1
         raise AssertionError("unreachable")
+
+    async def _ready(self) -> None:
+        """Wait while the conversation is suspended or the engine paused."""
+        await self._passed()
+        with self._clock.stopped():
+            await self._generator.serving(self._request.request_id)
+        await self._passed()  # it may have been suspended meanwhile
 
     async def _attempt(self, generation_id: GenerationId, params: SamplingParams) -> Generation:
         """One generation, appended to the ledger."""

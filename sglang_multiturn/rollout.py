@@ -77,7 +77,9 @@ class Rollout:
         self.request = request
         self._schemas: list[ToolSchema] = []
         self._history = History(request, context.template, self._config, context.max_model_len)
-        self._sampler = TurnSampler(context.generator, request, self._passed, self._gate, self._config.engine_retries)
+        self._sampler = TurnSampler(
+            context.generator, request, self._passed, self._gate, self._clock, self._config.engine_retries
+        )
         self._calls: list[NumberedCall] = []
         """Of the assistant turn that tools are about to answer."""
         self._broken_turns: set[int] = set()

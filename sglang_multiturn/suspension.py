@@ -1,14 +1,15 @@
 """Whether a conversation may go on: the gate it passes before every step, and the clock that stands still meanwhile.
 
 Suspending closes the gate and ends the generation in flight; what it sampled is kept, and the turn goes on from there
-once the gate opens. Tools are not stopped: a call that runs goes on, and its answer waits at the gate.
+once the gate opens. Tools are not stopped: a call that runs goes on, and its answer waits at the gate. While a whole
+engine is paused, the clock of who waits for it stands still as well.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class Gate:
@@ -70,7 +71,8 @@ class Clock:
 
     def __init__(self, limit_s: float | None) -> None:
         self._left_s = limit_s
-        self._stopped = False
+        self._stops = 0
+        """Who has stopped it and not let it go on yet: it may be suspended while the engine is paused."""
         self._is_up = False
         self._timeout: asyncio.Timeout | None = None
         self.has_expired = False
@@ -88,18 +90,27 @@ class Clock:
             self._timeout = None
 
     def stop(self) -> None:
-        """Stand still; called again, or once it was made to run out, it changes nothing."""
-        if self._stopped or self._is_up:
+        """Stand still, until each `stop` was followed by a `go_on`."""
+        self._stops += 1
+        if self._stops > 1 or self._is_up:
             return
-        self._stopped = True
         if self._timeout is not None and (when := self._timeout.when()) is not None:
             self._left_s = max(0.0, when - asyncio.get_running_loop().time())
             self._timeout.reschedule(None)
 
     def go_on(self) -> None:
         """Run again, with the time that was left."""
-        self._stopped = False
+        self._stops -= 1
         self._schedule()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stand still in the body."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.go_on()
 
     def expire(self) -> None:
         """Run out now, even while it stands still."""
@@ -108,6 +119,6 @@ class Clock:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def _schedule(self) -> None:
-        if self._timeout is None or self._stopped or self._left_s is None or self._timeout.expired():
+        if self._timeout is None or self._stops or self._left_s is None or self._timeout.expired():
             return
         self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)

@@ -7,7 +7,7 @@ import collections
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -220,6 +220,72 @@ async def test_a_pause_of_the_whole_engine_costs_no_retry_and_no_token() -> None
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert trajectory.response_ids == [*text("abcdef"), TEMPLATE.stop_token_ids[0]]
     assert trajectory.response_weight_versions == [0, 0, 0, 1, 1, 1, 1]
+
+
+LIMIT_S, PAUSE_S = 5.0, 1000.0
+
+
+async def paused_in(
+    moment_s: float, *, then: Callable[[ScriptedEngine, Rollout], Awaitable[None]], tool_s: float = 1.0
+) -> Trajectory:
+    """A call of one second, a tool of `tool_s`, an answer of one second; the engine is paused, and `then` happens."""
+    turns = [call("slow", for_s=tool_s), "done" * 20]
+    engine = ScriptedEngine(TEMPLATE, lambda given, _: turns[given.turn], latency_s=1.0)
+    async with engine, asyncio.TaskGroup() as group:
+        rollout = Rollout(spec(), context(engine, [SlowTool()], RolloutConfig(rollout_timeout_s=LIMIT_S)))
+        task = group.create_task(rollout.run())
+        await asyncio.sleep(moment_s)
+        await engine.pause_generation("abort")
+        await then(engine, rollout)
+        return await task
+
+
+@pytest.mark.parametrize("moment_s", [0.5, 1.5, 2.5])
+def test_a_pause_of_the_engine_takes_no_time_of_a_conversation(moment_s: float) -> None:
+    """Whether it is being sampled or comes from a tool. What the tool takes in the pause counts."""
+
+    async def go_on(engine: ScriptedEngine, _: Rollout) -> None:
+        await asyncio.sleep(PAUSE_S)
+        await engine.continue_generation()
+
+    trajectory = run_virtual(paused_in(moment_s, then=go_on))
+    assert (trajectory.stop_reason, trajectory.metrics.engine_retries) == (StopReason.ANSWERED, 0)
+    assert run_virtual(paused_in(1.5, then=go_on, tool_s=6.0)).stop_reason is StopReason.TIMEOUT
+
+
+def test_after_a_pause_a_conversation_has_the_time_that_was_left() -> None:
+    async def pause_again(engine: ScriptedEngine, _: Rollout) -> None:
+        for _ in range(2):
+            await asyncio.sleep(PAUSE_S)
+            await engine.continue_generation()
+            await asyncio.sleep(0.1)
+            await engine.pause_generation("abort")
+        await asyncio.sleep(PAUSE_S)
+        await engine.continue_generation()
+
+    assert run_virtual(paused_in(4.5, then=pause_again, tool_s=2.8)).stop_reason is StopReason.ANSWERED
+    assert run_virtual(paused_in(4.5, then=pause_again, tool_s=3.2)).stop_reason is StopReason.TIMEOUT
+
+
+def test_suspended_in_a_pause_its_clock_stands_still_until_both_are_over() -> None:
+    async def suspend(engine: ScriptedEngine, rollout: Rollout) -> None:
+        await rollout.suspend()
+        await asyncio.sleep(PAUSE_S)
+        await engine.continue_generation()
+        await asyncio.sleep(PAUSE_S)
+        rollout.resume()
+
+    assert run_virtual(paused_in(0.5, then=suspend)).stop_reason is StopReason.ANSWERED
+
+
+def test_aborted_in_a_pause_it_ends_at_once_with_what_it_has() -> None:
+    async def abort(_: ScriptedEngine, rollout: Rollout) -> None:
+        await asyncio.sleep(1.0)
+        rollout.abort()
+
+    trajectory = run_virtual(paused_in(0.5, then=abort))
+    assert trajectory.stop_reason is StopReason.ABORTED
+    assert 0 < len(trajectory.response_ids) < len(text(call("slow", for_s=1.0)))
 
 
 async def test_a_tool_goes_on_while_its_conversation_is_suspended_and_is_not_called_again() -> None:

@@ -105,12 +105,12 @@ class CpuServer:
         with self._flights.flight(generation_id.rid) as flight:
             generation = (
                 Generation(token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
-                if flight.aborted
+                if flight.aborted or (flight.turned_away and rid is not None)
                 else await self._engine.generate(generation_id, prompt_ids, params)
             )
             reason = generation.finish_reason.value
             if generation.finish_reason is FinishReason.ABORT and rid is not None:
-                reason = Ending.of(aborted=flight.aborted, paused=generation.paused).value
+                reason = Ending.of(flight, paused=generation.paused).value
         wanted = sampling_params.get("logprobs", False) and generation.logprobs is not None
         return TokenOutput(
             token_ids=list(generation.token_ids),
@@ -139,12 +139,18 @@ class CpuServer:
         await self._engine.flush_cache()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End what is in flight and hold what comes, until `resume_generation`."""
+        """End what is in flight and turn away what comes, until `resume_generation`."""
+        self._flights.pause()
         await self._engine.pause_generation("abort")
 
     async def resume_generation(self) -> None:
         """Sample again."""
         await self._engine.continue_generation()
+        self._flights.go_on()
+
+    async def serving(self) -> None:
+        """Return when verl's pause is over; at once where there is none."""
+        await self._flights.serving()
 
     async def close(self) -> None:
         """Shut the engine down."""

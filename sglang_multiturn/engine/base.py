@@ -130,6 +130,10 @@ class Generator(Protocol):
         """End what is in flight for one request; its `generate` returns with finish_reason `abort`."""
         ...
 
+    async def serving(self, request_id: str) -> None:
+        """Return when the next generation of this request need not wait for the end of a pause; at once without a pause."""
+        ...
+
 
 @runtime_checkable
 class Engine(Generator, Protocol):

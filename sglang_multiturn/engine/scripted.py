@@ -271,6 +271,10 @@ class ScriptedEngine:
                 flight.paused = not flight.aborted.is_set()
             await self.abort_all()
 
+    async def serving(self, request_id: str) -> None:
+        """Return once it is not paused."""
+        await self._running.wait()
+
     async def continue_generation(self) -> None:
         """Sample again."""
         self._running.set()

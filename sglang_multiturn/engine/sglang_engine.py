@@ -131,6 +131,8 @@ class SGLangEngine:
         self._gone: EngineDiedError | None = None
         self._weight_version = 0
         self._seed_warned = False
+        self._serving = asyncio.Event()
+        self._serving.set()
         self._updating = asyncio.Lock()
         self._closing = asyncio.Lock()
 
@@ -270,11 +272,18 @@ class SGLangEngine:
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stop sampling. New generations wait, and can be aborted while they do."""
+        self._require_started()
+        self._serving.clear()  # before anything ends with `abort` and is asked again
         await self._call(Pause(mode=mode))
 
     async def continue_generation(self) -> None:
         """Sample again."""
         await self._call(Continue())
+        self._serving.set()
+
+    async def serving(self, request_id: str) -> None:
+        """Return once it is not paused, or there is no engine any more."""
+        await self._serving.wait()
 
     async def flush_cache(self) -> None:
         """Forget all cached prefixes. Raises EngineError while generations are in flight, which would need them."""
@@ -355,6 +364,7 @@ class SGLangEngine:
             process = self._process
             await process.end(patience_s=_DEATH_PATIENCE_S)
             self._gone = self._gone or EngineDiedError(process.describe_end())
+        self._serving.set()
         gone = self._gone or EngineDiedError("SGLang did not come up")
         for future in self._pending.values():
             if not future.done():

@@ -28,13 +28,19 @@ class Ending(StrEnum):
     """Someone aborted this one."""
     PAUSED = "engine_paused"
     """verl paused the whole server: asked again, it goes on, under the weights that then serve."""
+    TURNED_AWAY = "engine_turned_away"
+    """It came in such a pause, and nothing was asked: it is to come again when `serving` has returned."""
     ENGINE = "engine_aborted"
     """The engine gave it up by itself."""
 
     @classmethod
-    def of(cls, *, aborted: bool, paused: bool) -> Ending:
-        """Of a generation that the engine reports as aborted."""
-        return cls.ABORTED if aborted else cls.PAUSED if paused else cls.ENGINE
+    def of(cls, flight: Flight, *, paused: bool) -> Ending:
+        """Of a generation that the engine reports as aborted, or was not asked for."""
+        if flight.aborted:
+            return cls.ABORTED
+        if flight.turned_away:
+            return cls.TURNED_AWAY
+        return cls.PAUSED if paused else cls.ENGINE
 
 
 @dataclass(slots=True)
@@ -43,6 +49,8 @@ class Flight:
 
     rid: str
     aborted: bool = False
+    turned_away: bool = False
+    """It came in a pause."""
     call: asyncio.Task[Any] | None = None
     """What asks the engine, where it can be waited for."""
 
@@ -53,6 +61,8 @@ class Flights:
 
     _running: dict[str, Flight] = field(default_factory=dict)
     _tombstones: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _pause_over: asyncio.Event | None = None
+    """Of the pause that there is."""
 
     @contextmanager
     def flight(self, rid: str) -> Iterator[Flight]:
@@ -63,7 +73,9 @@ class Flights:
         """
         if rid in self._running:
             raise EngineError(f"generation {rid} is in flight already; rids name one generation only")
-        flight = self._running[rid] = Flight(rid, aborted=rid in self._tombstones)
+        flight = self._running[rid] = Flight(
+            rid, aborted=rid in self._tombstones, turned_away=self._pause_over is not None
+        )
         self._tombstones.pop(rid, None)
         try:
             yield flight
@@ -83,6 +95,21 @@ class Flights:
             return None
         flight.aborted = True
         return flight
+
+    def pause(self) -> None:
+        """Turn away what comes, until `go_on`."""
+        self._pause_over = self._pause_over or asyncio.Event()
+
+    def go_on(self) -> None:
+        """Take what comes."""
+        if self._pause_over is not None:
+            self._pause_over.set()
+            self._pause_over = None
+
+    async def serving(self) -> None:
+        """Return when there is no pause, or the one that there is has ended."""
+        if self._pause_over is not None:
+            await self._pause_over.wait()
 
     @property
     def rids(self) -> list[str]:

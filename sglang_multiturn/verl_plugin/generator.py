@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from sglang_multiturn.verl_plugin.flights import Ending
 from sglang_multiturn.verl_plugin.routes import AbortedBeforeServerError, Route, RoutedClient
 from sglang_multiturn.verl_plugin.rows import VersionSpan
 from sglang_multiturn.verl_plugin.seeds import seed_of
+
+logger = logging.getLogger(__name__)
 
 STOP_ID_SERVERS = frozenset({"sglang", "sglang_cpu", "vllm"})
 """Rollouts whose server hands `stop_token_ids` on to its engine (async_sglang_server.py:620, vllm_async_server.py:580)."""
@@ -41,6 +44,8 @@ class VerlGenerator:
         self._with_logprobs = with_logprobs
         self._skip_tokenizer_init = skip_tokenizer_init
         self._running: defaultdict[str, dict[asyncio.Task[TokenOutput], Route]] = defaultdict(dict)
+        self._turned_away: dict[str, Any] = {}
+        """Servers whose pause a conversation met, by request_id."""
         self._spans: dict[str, VersionSpan] = {}
 
     async def generate(
@@ -75,7 +80,25 @@ class VerlGenerator:
         finally:
             if call.done():
                 self._forget(generation_id.request_id, call)
+        if output.stop_reason == Ending.TURNED_AWAY:
+            self._turned_away[generation_id.request_id] = route.handle
         return self._generation(generation_id.request_id, output, params)
+
+    async def serving(self, request_id: str) -> None:
+        """Return at once, or when the server's pause is over that turned this conversation away.
+
+        Not after a generation that a pause cut: verl may have taken that server away, and have another one at hand.
+        """
+        if (server := self._turned_away.pop(request_id, None)) is None:
+            return
+        pause_over = server.serving.remote()
+        try:
+            await pause_over
+        except asyncio.CancelledError:
+            ray.cancel(pause_over)
+            raise
+        except ray.exceptions.RayError as error:  # whoever asks next will hear it
+            logger.debug("request %s: the server that it waited for is gone: %s", request_id, error)
 
     async def abort(self, request_id: str) -> None:
         """End what is in flight for one request, on whatever server it is, and return once it has ended there.
@@ -161,7 +184,7 @@ class VerlGenerator:
             finish_reason=self._finish_reason(output, params),
             weight_version=newest,
             min_weight_version=oldest if oldest != newest else None,
-            paused=output.stop_reason == Ending.PAUSED,
+            paused=output.stop_reason in (Ending.PAUSED, Ending.TURNED_AWAY),
             cached_tokens=output.extra_fields.get("num_cached_tokens") or 0,
         )
 

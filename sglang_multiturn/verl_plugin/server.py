@@ -4,7 +4,7 @@
          └──────────────── abort_rids([rid]), straight to the same server ────────┘
 
 Requests of other loops carry no rid and are served by verl's own code alone. Invariants: an abort is never lost, whether
-its generation has not arrived yet, waits in SGLang's pause, is on its way to the scheduler or runs; it returns once
+its generation has not arrived yet, was caught by SGLang's pause, is on its way to the scheduler or runs; it returns once
 SGLang has let go of it; and before memory is given back the scheduler is idle, which SGLang asserts.
 
 A generation has exactly one weight version: either verl pauses before it updates, and then nothing is in flight, or
@@ -39,7 +39,7 @@ class SglangServer(verls.SGLangHttpServer):  # type: ignore[misc]
 
     # Not in an __init__ of ours, whose arguments would be verl's to change.
     _paused = False
-    """verl's pause is complete: what was in flight has ended, what came since waits."""
+    """verl's pause is complete: what was in flight has ended, and what slipped in waits in SGLang."""
     _pauses = 0
     """How often verl paused this server."""
 
@@ -79,13 +79,13 @@ class SglangServer(verls.SGLangHttpServer):  # type: ignore[misc]
             output: TokenOutput = await super().generate(prompt_ids, sampling_params, request_id, **media, **more)
             return output
         with self._flights.flight(rid) as flight:
-            if flight.aborted:
+            if flight.aborted or flight.turned_away:
                 return self._nothing(flight)
             pauses = self._pauses
             output = await self._ask(flight, super().generate(prompt_ids, sampling_params, rid, **media, **more))
             if output.stop_reason == "abort":
                 paused = self._pauses != pauses or self.tokenizer_manager.is_pause
-                output.stop_reason = Ending.of(aborted=flight.aborted, paused=paused).value
+                output.stop_reason = Ending.of(flight, paused=paused).value
             return output
 
     async def abort_rids(self, rids: list[str]) -> None:
@@ -98,8 +98,9 @@ class SglangServer(verls.SGLangHttpServer):  # type: ignore[misc]
             await asyncio.wait(left.values(), timeout=_ABORT_REPEAT_S)
 
     async def abort_all_requests(self) -> None:
-        """verl's pause: what is in flight ends, what comes waits for `resume_generation`."""
+        """verl's pause: what is in flight ends, what comes is turned away until `resume_generation`."""
         self._pauses += 1
+        self._flights.pause()
         await super().abort_all_requests()
         self._paused = True
 
@@ -107,6 +108,11 @@ class SglangServer(verls.SGLangHttpServer):  # type: ignore[misc]
         """Sample again."""
         self._paused = False
         await super().resume_generation()
+        self._flights.go_on()
+
+    async def serving(self) -> None:
+        """Return when verl's pause is over; at once where there is none."""
+        await self._flights.serving()
 
     async def sleep(self) -> None:
         """Give memory back, once SGLang is idle."""
@@ -146,11 +152,10 @@ class SglangServer(verls.SGLangHttpServer):  # type: ignore[misc]
         manager.abort_request(rid=rid)
 
     def _nothing(self, flight: Flight) -> TokenOutput:
-        logger.debug("generation %s was aborted before SGLang began with it", flight.rid)
         return TokenOutput(
             token_ids=[],
             log_probs=[],
-            stop_reason=Ending.ABORTED.value,
+            stop_reason=Ending.of(flight, paused=False).value,
             extra_fields={"global_steps": self.global_steps},
         )
 

@@ -142,6 +142,19 @@ async def test_a_paused_engine_starts_nothing_until_it_continues(subject: Subjec
     )
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_it_says_when_a_pause_is_over(subject: Subject, mode: PauseMode) -> None:
+    engine = subject.engine
+    async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        await engine.serving("r")
+        await engine.pause_generation(mode)
+        serving = tasks.create_task(engine.serving("r"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not serving.done()
+        await engine.continue_generation()
+
+
 @pytest.mark.parametrize(("mode", "done"), [("abort", True), ("retract", False), ("in_place", False)])
 async def test_pausing_ends_running_generations_only_under_abort(subject: Subject, mode: PauseMode, done: bool) -> None:
     engine, request_id = subject.engine, new_id("endless")

@@ -57,6 +57,12 @@ class World:
         named = {} if rid is None else {"rid": rid}
         return await self.server.generate(ids, params, request_id=f"verls-{self.rid()}", **named)
 
+    async def ask_on(self, ids: list[int], tokens: int, **params: Any) -> Any:
+        """As often as a pause turns it away."""
+        while (output := await self.ask(ids, self.rid(), tokens, **params)).stop_reason == "engine_turned_away":
+            await self.server.serving()
+        return output
+
     async def let_run(self) -> None:
         """Return when what was asked before is being sampled: later arrivals have been answered."""
         await asyncio.sleep(0)
@@ -131,12 +137,11 @@ async def aborted_right_behind(world: World) -> Result:
 
 
 async def aborted_in_a_pause(world: World) -> Result:
-    await world.server.abort_all_requests()
+    """Two come a step before a pause, are no longer turned away, and find SGLang paused."""
     async with asyncio.TaskGroup() as tasks:
         aborted = tasks.create_task(world.long(rid := world.rid()))
         waiting = tasks.create_task(world.short(world.rid()))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await tasks.create_task(world.server.abort_all_requests())
         waits_in_sglang = rid in world.manager.rid_to_state
         await world.server.abort_rids([rid])
         output = await aborted
@@ -155,14 +160,36 @@ async def aborted_in_a_pause(world: World) -> Result:
     }
 
 
+async def turned_away_in_a_pause(world: World) -> Result:
+    await world.server.serving()
+    await world.server.abort_all_requests()
+    turned_away = await world.long(world.rid())
+    await world.server.abort_rids([rid := world.rid()])
+    aborted = await world.long(rid)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(world.server.serving())
+        await world.server.sleep()
+        waits = not serving.done()
+        await wake(world)
+        await world.server.resume_generation()
+    again = await world.short(world.rid())
+    return {
+        "turned_away": said(turned_away),
+        "aborted": said(aborted),
+        "waits": waits,
+        "again": said(again),
+        "idle": await world.is_idle(),
+    }
+
+
 async def aborted_while_a_pause_begins(world: World) -> Result:
     """The new one waits for the lock that SGLang's pause holds while it ends the old one."""
     async with asyncio.TaskGroup() as tasks:
         old = tasks.create_task(world.long(world.rid()))
         await world.let_run()
+        new = tasks.create_task(world.long(rid := world.rid()))
         pausing = tasks.create_task(world.server.abort_all_requests())
         await asyncio.sleep(0)
-        new = tasks.create_task(world.long(rid := world.rid()))
         await asyncio.sleep(0)
         await world.server.abort_rids([rid])
         await pausing
@@ -200,7 +227,7 @@ async def paused_and_gone_on(world: World) -> Result:
     parts = [task.result() for task in running]
     async with asyncio.TaskGroup() as tasks:
         rests = [
-            tasks.create_task(world.ask([*world.endless, *part.token_ids], world.rid(), tokens - len(part.token_ids)))
+            tasks.create_task(world.ask_on([*world.endless, *part.token_ids], tokens - len(part.token_ids)))
             for part in parts
         ]
         await asyncio.sleep(0)
@@ -276,7 +303,7 @@ async def versions_under_load(world: World) -> Result:
     async def converse(n: int) -> None:
         ids = [n] * 3
         while len(ids) < LONGEST and not done.is_set():
-            output = await world.ask(ids, world.rid(), 64, temperature=1.0)
+            output = await world.ask_on(ids, 64, temperature=1.0)
             if output.token_ids:
                 spans.append((output.extra_fields["global_steps"], ids, output.token_ids, output.log_probs))
             reasons.add(output.stop_reason)
@@ -317,6 +344,7 @@ SCENARIOS: tuple[Callable[[World], Awaitable[Result]], ...] = (
     aborted_before_it_arrives,
     aborted_right_behind,
     aborted_in_a_pause,
+    turned_away_in_a_pause,
     aborted_while_a_pause_begins,
     sixty_four_at_once,
     paused_and_gone_on,

@@ -85,6 +85,13 @@ def test_aborted_in_a_pause(result: Results) -> None:
     assert result["other"] == ended("length", 6, 0)
 
 
+def test_turned_away_in_a_pause(result: Results) -> None:
+    assert result["turned_away"] == ended("engine_turned_away", 0, 0)
+    assert result["aborted"] == ended("request_aborted", 0, 0)
+    assert result["waits"] is True
+    assert result["again"] == ended("length", 6, 0)
+
+
 def test_aborted_while_a_pause_begins(result: Results) -> None:
     assert result["old"]["stop_reason"] == "engine_paused"
     assert result["new"] == ended("request_aborted", 0, 0)

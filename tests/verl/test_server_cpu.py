@@ -106,17 +106,24 @@ async def test_an_abort_that_comes_first_wins(world: World) -> None:
     assert (output.stop_reason, output.token_ids, output.log_probs) == ("request_aborted", [], [])
 
 
-async def test_what_waits_in_a_pause_can_be_aborted_and_memory_released(world: World) -> None:
+async def test_what_comes_in_a_pause_is_turned_away_and_memory_released(world: World) -> None:
     async with asyncio.timeout(TIMEOUT_S):
+        await world.server.serving()
         await world.server.abort_all_requests()
-        aborted, waiting = world.long(name := rid()), asyncio.create_task(world.ask(PROMPT, rid(), 4))
-        await asyncio.sleep(0)
-        await world.server.abort_rids([name])
-        assert (await aborted).stop_reason == "request_aborted"
+        assert (await world.long(rid())).stop_reason == "engine_turned_away"
+        await world.server.abort_rids([name := rid()])
+        assert (await world.long(name)).stop_reason == "request_aborted"
+        serving, verls = (
+            asyncio.create_task(world.server.serving()),
+            asyncio.create_task(world.ask(PROMPT, None, 4)),
+        )
         await world.server.sleep()
-        assert not waiting.done()
+        assert not serving.done()
+        assert not verls.done()
         await world.server.resume_generation()
-        assert (await waiting).stop_reason == "length"
+        await serving
+        assert (await verls).stop_reason == "length"  # of another loop, and without a rid: it waited
+        assert (await world.ask(PROMPT, rid(), 4)).stop_reason == "length"
 
 
 async def test_a_pause_hands_back_what_there_is_and_the_turn_goes_on_under_the_new_version(world: World) -> None:
@@ -129,11 +136,11 @@ async def test_a_pause_hands_back_what_there_is_and_the_turn_goes_on_under_the_n
         parts = [await task for task in running]
         await world.server.sleep()
         await world.server.set_global_steps(7)
+        await world.server.resume_generation()
         rests = [
             asyncio.create_task(world.ask([*world.endless, *part.token_ids], rid(), LONG_TOKENS - len(part.token_ids)))
             for part in parts
         ]
-        await world.server.resume_generation()
         outputs = [await task for task in rests]
     assert {(part.stop_reason, part.extra_fields["global_steps"]) for part in parts} == {("engine_paused", 6)}
     assert {(rest.stop_reason, rest.extra_fields["global_steps"]) for rest in outputs} == {("length", 7)}

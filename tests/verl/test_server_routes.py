@@ -178,6 +178,7 @@ async def test_a_paused_generation_comes_back_and_goes_on_elsewhere(pool: Pool) 
     part = await running
     assert (part.finish_reason, part.paused) == (FinishReason.ABORT, True)
     assert (tuple(part.token_ids), part.weight_version) == (TURN[:HANG_AFTER], 0)
+    await pool.generator.serving(name)  # at once: not the server that verl took away is to be waited for
     again = pool.ask(name, attempt=1, ids=[1, 2, *part.token_ids])
     await other.wait_until_started.remote(name)
     await pool.generator.abort(name)
@@ -186,22 +187,37 @@ async def test_a_paused_generation_comes_back_and_goes_on_elsewhere(pool: Pool) 
     assert await paused.get_asked.remote() == [f"{name}:t0:a0"]
 
 
-async def test_what_waits_in_a_pause_can_be_aborted(pool: Pool) -> None:
+async def test_what_comes_in_a_pause_waits_for_the_server_that_turned_it_away(pool: Pool) -> None:
     for server in pool.servers.values():
         await server.abort_all_requests.remote()
-    waiting, other = pool.ask("r1"), pool.ask("r2")
+    generation = await pool.ask("r1")
+    assert (list(generation.token_ids), generation.finish_reason, generation.paused) == ([], FinishReason.ABORT, True)
+    assert pool.generator.take_span("r1") is None
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+        serving = group.create_task(pool.generator.serving("r1"))
+        for server in pool.servers.values():
+            await server.sleep.remote()
+        assert not serving.done()
+        for server in pool.servers.values():
+            await server.resume_generation.remote()
+    await pool.generator.serving("r1")
+    assert (await pool.ask("r1", attempt=1)).finish_reason is FinishReason.LENGTH
+    await until(pool.is_released)
 
-    async def both_wait() -> bool:
-        return len(await pool.in_flight()) == 2
 
-    await until(both_wait)
-    await pool.generator.abort("r1")
-    assert (await waiting).finish_reason is FinishReason.ABORT
-    assert await pool.in_flight() == ["r2:t0:a0"]
+async def test_who_waits_for_the_end_of_a_pause_can_be_cancelled(pool: Pool) -> None:
     for server in pool.servers.values():
-        await server.sleep.remote()
-        await server.resume_generation.remote()
-    assert (await other).finish_reason is FinishReason.LENGTH
+        await server.abort_all_requests.remote()
+    await pool.ask("r1")
+    serving = asyncio.create_task(pool.generator.serving("r1"))
+    await asyncio.sleep(0)
+    serving.cancel()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.wait([serving])
+        assert serving.cancelled()
+        await pool.generator.settle("r1")
+        for server in pool.servers.values():
+            await server.resume_generation.remote()
 
 
 async def test_settling_ends_what_was_left_behind(pool: Pool) -> None:
