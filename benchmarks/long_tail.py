@@ -45,8 +45,8 @@ from sglang_multiturn import (
 )
 from sglang_multiturn.config import GroupConfig
 from sglang_multiturn.engine.scripts import call_text
-from sglang_multiturn.group_sampler import GroupSampler
-from sglang_multiturn.groups import Batch, GroupCounts, num_sampled_tokens
+from sglang_multiturn.groups.group import Batch, GroupCounts, num_sampled_tokens
+from sglang_multiturn.groups.sampler import GroupSampler
 from sglang_multiturn.schemas import FunctionSchema, ToolSchema
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))

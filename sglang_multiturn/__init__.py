@@ -21,13 +21,13 @@ _HOMES = {
     "Generation": "sglang_multiturn.engine.base",
     "GenerationId": "sglang_multiturn.engine.base",
     "GroupConfig": "sglang_multiturn.config",
-    "GroupSampler": "sglang_multiturn.group_sampler",
+    "GroupSampler": "sglang_multiturn.groups.sampler",
     "HFChatTemplate": "sglang_multiturn.chat.hf_template",
     "Message": "sglang_multiturn.schemas",
     "RequestSpec": "sglang_multiturn.request",
     "RequestState": "sglang_multiturn.request",
     "RolloutConfig": "sglang_multiturn.config",
-    "RolloutContext": "sglang_multiturn.context",
+    "RolloutContext": "sglang_multiturn.conversation.context",
     "RolloutEngine": "sglang_multiturn.runner",
     "SGLangEngine": "sglang_multiturn.engine.sglang_engine",
     "SamplingParams": "sglang_multiturn.engine.base",
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from sglang_multiturn.chat.byte_chatml import ByteChatML
     from sglang_multiturn.chat.hf_template import HFChatTemplate
     from sglang_multiturn.config import GroupConfig, RolloutConfig
-    from sglang_multiturn.context import RolloutContext
+    from sglang_multiturn.conversation.context import RolloutContext
     from sglang_multiturn.engine.base import Engine, FinishReason, Generation, GenerationId, SamplingParams
     from sglang_multiturn.engine.scripted import ScriptedEngine, ScriptedTurn
     from sglang_multiturn.engine.sglang_engine import SGLangEngine
     from sglang_multiturn.errors import SglangMultiturnError, ToolError
-    from sglang_multiturn.group_sampler import GroupSampler
+    from sglang_multiturn.groups.sampler import GroupSampler
     from sglang_multiturn.journal import read_run
     from sglang_multiturn.request import AsyncRolloutRequest, Disposition, RequestSpec, RequestState, StopReason
     from sglang_multiturn.rollout import run_one

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_multiturn.asked import EngineName, RunOptions
 from sglang_multiturn.doctor.command import doctor, shipped_tools
 from sglang_multiturn.errors import ConfigError
+from sglang_multiturn.run_folder.asked import EngineName, RunOptions
 from sglang_multiturn.standalone import new_run, resume_run
 from sglang_multiturn.status.command import status
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sglang_multiturn.durable import LineFile, TornLine, whole_lines
 from sglang_multiturn.errors import DataError
-from sglang_multiturn.marks import Marks
+from sglang_multiturn.run_folder.durable import LineFile, TornLine, whole_lines
+from sglang_multiturn.run_folder.marks import Marks
 from sglang_multiturn.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -15,21 +15,24 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from sglang_multiturn.answers import (
+from sglang_multiturn.chat.calls import BrokenCall, BrokenKind, ParsedCall, ParsedTurn
+from sglang_multiturn.conversation.answers import (
     as_shown,
     count,
     ends_conversation,
     errors_in_a_row,
     refuse_failed_create,
 )
-from sglang_multiturn.chat.calls import BrokenCall, BrokenKind, ParsedCall, ParsedTurn
-from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.conversation.context import RolloutContext
+from sglang_multiturn.conversation.generation import ABORT_GRACE_S, SampledTurn, TurnSampler
+from sglang_multiturn.conversation.history import History
+from sglang_multiturn.conversation.judging import judge
+from sglang_multiturn.conversation.staleness import disposition, stale_before
+from sglang_multiturn.conversation.suspension import Clock, Gate
+from sglang_multiturn.conversation.turns import before_stop, call_id, waiting_words
 from sglang_multiturn.engine.base import FinishReason
 from sglang_multiturn.errors import EngineError
-from sglang_multiturn.generation import ABORT_GRACE_S, SampledTurn, TurnSampler
-from sglang_multiturn.history import History
 from sglang_multiturn.interactions.base import Done
-from sglang_multiturn.judging import judge
 from sglang_multiturn.request import (
     AsyncRolloutRequest,
     Disposition,
@@ -39,12 +42,9 @@ from sglang_multiturn.request import (
     begun_anew,
 )
 from sglang_multiturn.schemas import FunctionCall, Message, ToolCall, ToolSchema
-from sglang_multiturn.staleness import disposition, stale_before
-from sglang_multiturn.suspension import Clock, Gate
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.tools.session import NumberedCall, ToolAnswer, ToolSession
 from sglang_multiturn.trajectory import Rewards, ToolCallRecord, Trajectory
-from sglang_multiturn.turns import before_stop, call_id, waiting_words
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class Rollout:
         turn = request.metrics.assistant_turns - 1
         calls = self._calls
         request.wait_for(waiting_words(calls))
-        answers = [self._noted(*one) for one in zip(await self._session.execute(calls, turn), calls, strict=True)]
+        answers = [self._shown(*one) for one in zip(await self._session.execute(calls, turn), calls, strict=True)]
         request.metrics.tool_turns += 1
         self._count(answers)
         messages = [
@@ -307,16 +307,9 @@ class Rollout:
         call_ids = [answer.record.call_id for answer in answers]
         return self._history.observe(messages, turn=turn, call_ids=call_ids) or RequestState.RUNNING
 
-    def _noted(self, answer: ToolAnswer, call: NumberedCall) -> ToolAnswer:
-        tools, name = self._context.tools, answer.record.name
-        return as_shown(
-            answer,
-            call,
-            template=self._context.template,
-            config=self._config,
-            settings=tools.entry(name).settings if name in tools.names else None,
-            metrics=self.request.metrics,
-        )
+    def _shown(self, answer: ToolAnswer, call: NumberedCall) -> ToolAnswer:
+        template, tools = self._context.template, self._context.tools
+        return as_shown(answer, call, template=template, config=self._config, tools=tools, metrics=self.request.metrics)
 
     def _count(self, answers: Sequence[ToolAnswer]) -> None:
         records = [answer.record for answer in answers]

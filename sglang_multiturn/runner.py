@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
-from sglang_multiturn.admission import admitted
 from sglang_multiturn.chat.parsers import make_parser
 from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
-from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.conversation.context import RolloutContext
+from sglang_multiturn.conversation.history import check_template
+from sglang_multiturn.engine.admission import admitted
 from sglang_multiturn.engine.base import Engine, Generator
 from sglang_multiturn.errors import BatchFailedError, EngineDiedError
-from sglang_multiturn.history import check_template
 from sglang_multiturn.interactions.base import Interaction
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.request import AsyncRolloutRequest, RequestSpec, RequestState

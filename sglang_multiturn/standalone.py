@@ -13,17 +13,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sglang_multiturn.asked import Asked, EngineName, RunOptions
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig, ToolsConfig
 from sglang_multiturn.dataset import in_groups, read_rows, spec_from_row
 from sglang_multiturn.engine.base import Engine
 from sglang_multiturn.errors import BatchFailedError, ConfigError, SglangMultiturnError
-from sglang_multiturn.in_flight_writer import InFlightWriter
 from sglang_multiturn.request import RequestSpec
 from sglang_multiturn.rewards import RewardFn, check_weights, load_reward_fn
-from sglang_multiturn.run_folder import RunFolder
-from sglang_multiturn.run_view import how_to_go_on, print_summary, progress, resumed_lines, say
+from sglang_multiturn.run_folder.asked import Asked, EngineName, RunOptions
+from sglang_multiturn.run_folder.folder import RunFolder
+from sglang_multiturn.run_folder.in_flight_writer import InFlightWriter
+from sglang_multiturn.run_folder.view import how_to_go_on, print_summary, progress, resumed_lines, say
 from sglang_multiturn.runner import RolloutEngine
 from sglang_multiturn.summary import RunSummary
 from sglang_multiturn.tools.registry import ToolRegistry

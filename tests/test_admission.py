@@ -23,7 +23,7 @@ from sglang_multiturn import (
     ScriptedTurn,
     StopReason,
 )
-from sglang_multiturn.admission import (
+from sglang_multiturn.engine.admission import (
     BLOCK_TOKENS,
     FIRST_GUESS_TOKENS,
     ExpectedTokens,

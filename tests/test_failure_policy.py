@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_multiturn import RolloutConfig, RolloutEngine, ScriptedEngine, ToolRegistry, ToolResponse
-from sglang_multiturn.answers import FAILURES, ends_conversation, errors_in_a_row
 from sglang_multiturn.config import FailurePolicy, ToolConfig, ToolsConfig
+from sglang_multiturn.conversation.answers import FAILURES, ends_conversation, errors_in_a_row
 from sglang_multiturn.engine.base import GenerationId
 from sglang_multiturn.errors import BatchFailedError, CallFailedError, ToolDiedError
 from sglang_multiturn.request import Disposition, RequestState, StopReason

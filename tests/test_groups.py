@@ -31,10 +31,10 @@ from sglang_multiturn import (
 )
 from sglang_multiturn.config import GroupConfig
 from sglang_multiturn.errors import BatchFailedError, EngineDiedError
-from sglang_multiturn.group_sampler import GroupSampler
-from sglang_multiturn.groups import Batch, FilterReason, Group, aged
+from sglang_multiturn.groups.group import Batch, FilterReason, Group, aged
+from sglang_multiturn.groups.prompts import PromptQueue
+from sglang_multiturn.groups.sampler import GroupSampler
 from sglang_multiturn.journal import JournalWriter
-from sglang_multiturn.prompts import PromptQueue
 
 from support import TEMPLATE, FailingTool, HangingTool, RecordingTool, call, spec, tokens
 

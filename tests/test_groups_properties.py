@@ -30,8 +30,8 @@ from sglang_multiturn import (
 )
 from sglang_multiturn.config import GroupConfig
 from sglang_multiturn.errors import BatchFailedError
-from sglang_multiturn.group_sampler import GroupSampler
-from sglang_multiturn.groups import Batch, GroupCounts
+from sglang_multiturn.groups.group import Batch, GroupCounts
+from sglang_multiturn.groups.sampler import GroupSampler
 from sglang_multiturn.journal import JournalWriter
 from sglang_multiturn.tools.host import HostLeaks
 

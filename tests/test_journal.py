@@ -27,11 +27,11 @@ from sglang_multiturn import (
     ToolRegistry,
     Trajectory,
 )
-from sglang_multiturn.durable import LineFile, TornLine, replace_file, whole_lines
 from sglang_multiturn.errors import ConfigError, DataError, EngineDiedError
 from sglang_multiturn.journal import JournalWriter, RepeatedLines, journals_of, merge_journals, read_run
-from sglang_multiturn.marks import HeldInstance, Marks, read_marks
 from sglang_multiturn.request import Disposition, RequestState, StopReason
+from sglang_multiturn.run_folder.durable import LineFile, TornLine, replace_file, whole_lines
+from sglang_multiturn.run_folder.marks import HeldInstance, Marks, read_marks
 
 from support import RecordingTool, call, spec
 

@@ -21,8 +21,8 @@ from conversations.worlds import World
 from sglang_multiturn import HFChatTemplate, Message, TokenLedger, Trajectory
 from sglang_multiturn.chat.encoding import PlainToken
 from sglang_multiturn.chat.template import DeltaPiece
+from sglang_multiturn.conversation.history import History
 from sglang_multiturn.engine.base import Generation
-from sglang_multiturn.history import History
 from sglang_multiturn.tokens import Origin
 
 from families import tokenizer
@@ -184,7 +184,7 @@ def test_a_cut_that_is_not_marked_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     def unmarked(text: str, template: HFChatTemplate, *, max_tokens: int, side: str) -> str | None:
         return text[: 2 * max_tokens] if len(template.encode_text(text)) > max_tokens else None
 
-    monkeypatch.setattr("sglang_multiturn.answers.cut_text", unmarked)
+    monkeypatch.setattr("sglang_multiturn.conversation.answers.cut_text", unmarked)
     assert is_found("7: an answer was changed without a mark")
 
 

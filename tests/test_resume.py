@@ -20,7 +20,7 @@ import pytest
 
 from sglang_multiturn import Trajectory
 from sglang_multiturn.journal import read_run
-from sglang_multiturn.marks import read_marks
+from sglang_multiturn.run_folder.marks import read_marks
 
 ROWS, SAMPLES = 12, 2
 KILLS, KILLS_A_RUN = 50, 5

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_multiturn import SglangMultiturnError
-from sglang_multiturn.asked import Asked
 from sglang_multiturn.cli import app
 from sglang_multiturn.errors import ConfigError
 from sglang_multiturn.journal import read_run
-from sglang_multiturn.run_folder import RunFolder
+from sglang_multiturn.run_folder.asked import Asked
+from sglang_multiturn.run_folder.folder import RunFolder
 from sglang_multiturn.standalone import prepare
 
 

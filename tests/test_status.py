@@ -20,8 +20,8 @@ import pytest
 from rich.console import Console
 
 from sglang_multiturn.errors import ConfigError
-from sglang_multiturn.in_flight import ProcessMark, RunningRequest, Snapshot
 from sglang_multiturn.request import RequestState
+from sglang_multiturn.run_folder.in_flight import ProcessMark, RunningRequest, Snapshot
 from sglang_multiturn.status.reading import Condition, Status, StatusReader
 from sglang_multiturn.status.view import duration, rendered, to_json
 
@@ -29,7 +29,7 @@ RUN = """
 import asyncio, sys, time
 from pathlib import Path
 from sglang_multiturn import RolloutConfig, RolloutEngine, ScriptedEngine, ToolRegistry
-from sglang_multiturn.in_flight_writer import InFlightWriter
+from sglang_multiturn.run_folder.in_flight_writer import InFlightWriter
 from support import TEMPLATE, HangingTool, RecordingTool, call, spec
 
 folder, name, how, *ids = sys.argv[1:]

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from sglang_multiturn import RolloutConfig, RolloutEngine, ScriptedEngine, ScriptedTurn, ToolRegistry
 from sglang_multiturn.errors import DataError
-from sglang_multiturn.in_flight import (
+from sglang_multiturn.request import AsyncRolloutRequest, RequestState, StopReason
+from sglang_multiturn.run_folder.in_flight import (
     MAX_FILE_BYTES,
     ProcessMark,
     RunningRequest,
@@ -28,8 +29,7 @@ from sglang_multiturn.in_flight import (
     bounded,
     picture_request,
 )
-from sglang_multiturn.in_flight_writer import InFlightWriter
-from sglang_multiturn.request import AsyncRolloutRequest, RequestState, StopReason
+from sglang_multiturn.run_folder.in_flight_writer import InFlightWriter
 
 from support import TEMPLATE, HangingTool, RecordingTool, call, spec
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_multiturn import RolloutConfig, ScriptedEngine, ToolError, ToolRegistry
 from sglang_multiturn.config import ToolSettings
-from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.conversation.context import RolloutContext
 from sglang_multiturn.request import RequestState
 from sglang_multiturn.rollout import Rollout
 from sglang_multiturn.tools.activity import tools_held

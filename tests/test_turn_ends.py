@@ -9,11 +9,11 @@ import pytest
 from sglang_multiturn import RolloutConfig, SamplingParams, ScriptedEngine, ScriptedTurn, run_one
 from sglang_multiturn.chat.byte_chatml import END_OF_TEXT, IM_END
 from sglang_multiturn.chat.calls import BrokenKind
+from sglang_multiturn.conversation.turns import before_stop, call_id
 from sglang_multiturn.engine.base import FinishReason, GenerationId
 from sglang_multiturn.request import StopReason
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.trajectory import CallOutcome
-from sglang_multiturn.turns import before_stop, call_id
 
 from support import TEMPLATE, Asking, RecordingTool, call, context, roll, spec
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_multiturn.chat.drift import DRIFT
 from sglang_multiturn.chat.parsing import ToolCallParser
-from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.conversation.context import RolloutContext
 from sglang_multiturn.doctor.budget_checks import offered
 from sglang_multiturn.doctor.examples import full_arguments
 from sglang_multiturn.doctor.findings import Findings, note, ok, problem

@@ -10,9 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from sglang_multiturn.errors import ConfigError, DataError
-from sglang_multiturn.in_flight import FILES, RunningRequest, Snapshot
 from sglang_multiturn.journal import JOURNALS
 from sglang_multiturn.request import RequestState
+from sglang_multiturn.run_folder.in_flight import FILES, RunningRequest, Snapshot
 
 _DEPTHS = ("", "*/", "*/*/")
 """A run's folder, and folders of runs."""

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_multiturn.doctor.tokens_view import printable
-from sglang_multiturn.in_flight import RunningRequest
 from sglang_multiturn.request import RequestState
+from sglang_multiturn.run_folder.in_flight import RunningRequest
 from sglang_multiturn.schemas import plain_text
 from sglang_multiturn.status.reading import Condition, Status, Worker
 

@@ -16,9 +16,8 @@ from typing import Any
 from uuid import uuid4
 
 from sglang_multiturn.chat.parsers import make_parser
-from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.conversation.context import RolloutContext
 from sglang_multiturn.errors import ConfigError, DataError, SglangMultiturnError
-from sglang_multiturn.in_flight_writer import InFlightWriter
 from sglang_multiturn.request import (
     AsyncRolloutRequest,
     Disposition,
@@ -28,6 +27,7 @@ from sglang_multiturn.request import (
     StopReason,
 )
 from sglang_multiturn.rollout import Rollout
+from sglang_multiturn.run_folder.in_flight_writer import InFlightWriter
 from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.tools.runtime import ToolRuntime
 from sglang_multiturn.trajectory import Trajectory

@@ -27,10 +27,10 @@ from sglang_multiturn import (
     Trajectory,
 )
 from sglang_multiturn.chat.parsing import ParsedCall, ParsedTurn
+from sglang_multiturn.conversation.turns import call_id
 from sglang_multiturn.errors import EngineError
 from sglang_multiturn.rollout import Rollout
 from sglang_multiturn.schemas import FunctionCall, ToolCall
-from sglang_multiturn.turns import call_id
 
 
 @dataclass(slots=True)

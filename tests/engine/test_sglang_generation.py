@@ -13,10 +13,10 @@ import pytest_asyncio
 from engine.subjects import TEST_TIMEOUT_S, TINY_MODEL, Subject, new_id
 
 from sglang_multiturn.chat.hf_template import HFChatTemplate
+from sglang_multiturn.conversation.turns import before_stop
 from sglang_multiturn.engine.base import FinishReason, GenerationId, SamplingParams
 from sglang_multiturn.engine.sglang_engine import SGLangEngine
 from sglang_multiturn.errors import EngineError, WeightUpdateError
-from sglang_multiturn.turns import before_stop
 
 pytestmark = pytest.mark.slow
 safetensors = pytest.importorskip("safetensors.numpy")

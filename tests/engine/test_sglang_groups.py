@@ -10,7 +10,7 @@ from engine.subjects import TINY_MODEL, new_id
 from sglang_multiturn import HFChatTemplate, Message, RequestSpec, RolloutConfig, RolloutEngine, ToolRegistry
 from sglang_multiturn.config import GroupConfig
 from sglang_multiturn.engine.sglang_engine import SGLangEngine
-from sglang_multiturn.group_sampler import GroupSampler
+from sglang_multiturn.groups.sampler import GroupSampler
 from sglang_multiturn.tools.builtin.calculator import CalculatorTool
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from tools.virtual_time import run_virtual
 
 from sglang_multiturn import RolloutConfig, ScriptedEngine, ToolError, ToolRegistry, Trajectory, run_one
 from sglang_multiturn.config import FaultConfig, ToolSettings
-from sglang_multiturn.context import RolloutContext
+from sglang_multiturn.conversation.context import RolloutContext
 from sglang_multiturn.errors import ToolDiedError
 from sglang_multiturn.request import StopReason, ToolKwargs
 from sglang_multiturn.tools.faults import FaultPlan

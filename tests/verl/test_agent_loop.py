@@ -20,7 +20,7 @@ from sglang_multiturn.chat.hf_template import HFChatTemplate
 from sglang_multiturn.engine.base import GenerationId
 from sglang_multiturn.engine.scripted import ScriptedTurn
 from sglang_multiturn.errors import ConfigError
-from sglang_multiturn.marks import read_marks
+from sglang_multiturn.run_folder.marks import read_marks
 from sglang_multiturn.tools.base import BaseTool
 from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.verl_plugin.row_keeping import GroupCount

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sglang_multiturn.asked import Asked
 from sglang_multiturn.failures import printable
-from sglang_multiturn.run_folder import Stock
+from sglang_multiturn.run_folder.asked import Asked
+from sglang_multiturn.run_folder.folder import Stock
 from sglang_multiturn.summary import RunSummary
 
 _SHOWN = 10

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from sglang_multiturn.chat.calls import BrokenCall
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.chat.truncation import cut_text
-from sglang_multiturn.config import FailurePolicy, OnFailure, RolloutConfig, ToolSettings
+from sglang_multiturn.config import FailurePolicy, OnFailure, RolloutConfig
 from sglang_multiturn.errors import CallFailedError
 from sglang_multiturn.metrics import RolloutMetrics
 from sglang_multiturn.request import ErrorRecord
+from sglang_multiturn.tools.registry import ToolRegistry
 from sglang_multiturn.tools.session import CalcReward, FailedCreate, NumberedCall, ToolAnswer
 from sglang_multiturn.trajectory import CallOutcome, ToolCallRecord
 
@@ -37,14 +38,12 @@ def as_shown(
     *,
     template: ChatTemplate,
     config: RolloutConfig,
-    settings: ToolSettings | None,
+    tools: ToolRegistry,
     metrics: RolloutMetrics,
 ) -> ToolAnswer:
-    """An answer as the model is shown it: cut to its length, with what was wrong with a call that is broken.
-
-    `settings` are the tool's own; None for a name that is no tool's.
-    """
+    """An answer as the model is shown it: cut to its length, with what was wrong with a call that is broken."""
     record = answer.record
+    settings = tools.entry(record.name).settings if record.name in tools.names else None
     if isinstance(call.call, BrokenCall):
         record = dataclasses.replace(record, broken=call.call.kind)
     max_tokens = settings.max_result_tokens if settings else None

@@ -18,10 +18,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from sglang_multiturn.conversation.suspension import Clock, Gate
 from sglang_multiturn.engine.base import FinishReason, Generation, GenerationId, Generator, SamplingParams
 from sglang_multiturn.errors import EngineDiedError, EngineError, InvalidRequestError
 from sglang_multiturn.request import AsyncRolloutRequest
-from sglang_multiturn.suspension import Clock, Gate
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_multiturn.answers import judgements
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.conversation.answers import judgements
 from sglang_multiturn.request import AsyncRolloutRequest, StopReason
 from sglang_multiturn.rewards import RewardFn, call_reward_fn, combine
 from sglang_multiturn.tokens import Origin

@@ -9,8 +9,8 @@ from sglang_multiturn.chat.drift import DriftLog
 from sglang_multiturn.chat.parsing import ToolCallParser
 from sglang_multiturn.chat.template import ChatTemplate
 from sglang_multiturn.config import RolloutConfig
+from sglang_multiturn.conversation.history import check_template
 from sglang_multiturn.engine.base import Generator
-from sglang_multiturn.history import check_template
 from sglang_multiturn.interactions.base import Interaction
 from sglang_multiturn.rewards import RewardFn, check_weights
 from sglang_multiturn.tools.registry import ToolRegistry

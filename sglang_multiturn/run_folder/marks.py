@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_multiturn.durable import LineFile, content_of
 from sglang_multiturn.errors import ConfigError
+from sglang_multiturn.run_folder.durable import LineFile, content_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sglang_multiturn.config import RolloutConfig, validate_config
-from sglang_multiturn.durable import replace_file
 from sglang_multiturn.engine.base import SamplingParams
 from sglang_multiturn.errors import ConfigError
+from sglang_multiturn.run_folder.durable import replace_file
 
 FREE_OPTIONS = frozenset({"max_concurrent", "journal_fsync"})
 """Options that change how fast or how safely a run goes, and nothing of what comes out."""

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from sglang_multiturn.asked import KEPT_TOOLS, Asked, Attempt
-from sglang_multiturn.durable import replace_file
 from sglang_multiturn.errors import ConfigError, DataError
-from sglang_multiturn.in_flight import FILES as IN_FLIGHT_FILES
 from sglang_multiturn.journal import JournalWriter, read_run
-from sglang_multiturn.marks import HeldInstance
 from sglang_multiturn.request import RequestSpec, RequestState
+from sglang_multiturn.run_folder.asked import KEPT_TOOLS, Asked, Attempt
+from sglang_multiturn.run_folder.durable import replace_file
+from sglang_multiturn.run_folder.in_flight import FILES as IN_FLIGHT_FILES
+from sglang_multiturn.run_folder.marks import HeldInstance
 from sglang_multiturn.summary import RunSummary
 
 _SEED_STEP = 1_000_003

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from sglang_multiturn.in_flight import (
+from sglang_multiturn.request import AsyncRolloutRequest, RequestState
+from sglang_multiturn.run_folder.in_flight import (
     ProcessMark,
     RunningRequest,
     Snapshot,
@@ -29,7 +30,6 @@ from sglang_multiturn.in_flight import (
     file_name,
     picture_request,
 )
-from sglang_multiturn.request import AsyncRolloutRequest, RequestState
 
 logger = logging.getLogger(__name__)
 

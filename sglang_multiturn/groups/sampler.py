@@ -29,7 +29,7 @@ from typing import Self
 from sglang_multiturn.config import GroupConfig
 from sglang_multiturn.dataset import in_groups
 from sglang_multiturn.errors import BatchFailedError
-from sglang_multiturn.groups import (
+from sglang_multiturn.groups.group import (
     Batch,
     FilteredGroup,
     Group,
@@ -39,7 +39,7 @@ from sglang_multiturn.groups import (
     num_sampled_tokens,
     why_filtered,
 )
-from sglang_multiturn.prompts import PromptQueue
+from sglang_multiturn.groups.prompts import PromptQueue
 from sglang_multiturn.request import RequestSpec
 from sglang_multiturn.runner import RolloutEngine, Verdict
 from sglang_multiturn.trajectory import Trajectory

@@ -1,0 +1,1 @@
+"""The parts of one conversation, whose states `rollout` walks through."""
