@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_multiturn.errors import ConfigError
@@ -300,6 +300,7 @@ odd_schemas = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
+@example({"required": [[]], "properties": {}}, {})
 @given(st.dictionaries(st.sampled_from(KEYWORDS), odd_schemas, max_size=5), st.dictionaries(st.just("x"), json_values))
 def test_any_schema_is_taken_or_refused_in_words(parameters: dict[str, Any], arguments: dict[str, Any]) -> None:
     schema = ToolSchema(function=FunctionSchema(name="f", parameters=parameters))

@@ -183,6 +183,11 @@ def test_a_module_in_this_folder_is_told_that_it_is_on_no_path(tmp_path: Path, m
             "'city'?",
         ),
         (
+            PROPERTIES.replace("required: [city]", "required: [yes]"),
+            "FILE:14: 'tools.0.tool_schema.function.parameters' requires True, which is no name; write names in quotes, "
+            "as in required: [city]",
+        ),
+        (
             PROPERTIES.replace("required: [city]", "required: city"),
             "FILE:14: 'tools.0.tool_schema.function.parameters' has no list in required; write required: [city]",
         ),

@@ -120,8 +120,11 @@ def _in_required(schema: Mapping[str, Any], path: Path) -> Iterator[SchemaMistak
         )
     elif isinstance(properties, Mapping) and not schema.keys() & set(_OTHER_PROPERTIES):
         for name in required:
-            if name not in properties:
-                said = f"requires {name!r}, which is no property{closest(str(name), map(str, properties))}"
+            if not isinstance(name, str):
+                said = f"requires {name!r}, which is no name; write names in quotes, as in required: [city]"
+                yield SchemaMistake(path=path, key="required", said=said)
+            elif name not in properties:
+                said = f"requires {name!r}, which is no property{closest(name, map(str, properties))}"
                 yield SchemaMistake(path=path, key="required", said=said)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
@@ -95,15 +96,18 @@ def test_a_turn_that_verl_interrupts_goes_on_under_the_new_weights(tmp_path: Pat
 
 
 def test_real_sglang_is_interrupted_and_goes_on(tmp_path: Path) -> None:
-    """`colocate_async` with real SGLang: whole tokens, and a version for each."""
-    prompts, samples = 4, 4
+    """`colocate_async` with real SGLang: whole tokens, and a version for each.
+
+    Calls queue for their tool, so that conversations end one after another: when a batch is complete, others are not.
+    """
+    prompts, samples = 8, 4
     train_file = tmp_path / "train.parquet"
     word_problems.write(word_problems.rows(seed=1, count=(STEPS + 1) * prompts, split="train"), train_file)
     overrides = main_ppo_overrides(
         model=TINY_MODEL,
         train=train_file,
         heldout=train_file,
-        tools=HERE.parents[1] / "tool_configs" / "calculator.yaml",
+        tools=slow_calculator(tmp_path),
         reward=EXAMPLE / "reward.py",
         run_dir=tmp_path,
         steps=STEPS,
@@ -130,6 +134,16 @@ def test_real_sglang_is_interrupted_and_goes_on(tmp_path: Path) -> None:
         assert None not in [segment.weight_version for segment in line.segments if segment.origin is Origin.SAMPLED]
         assert {segment.min_weight_version for segment in line.segments} == {None}  # a span is exact, never a range
     assert any(oldest < newest for oldest, newest in (row["versions"] for row in run.rows))
+
+
+def slow_calculator(folder: Path) -> Path:
+    """The shipped one, which takes half a second and four calls at a time."""
+    written = yaml.safe_load((HERE.parents[1] / "tool_configs" / "calculator.yaml").read_text(encoding="utf-8"))
+    (tool,) = written["tools"]
+    tool |= {"max_concurrent": 4, "faults": {"latency_s": 0.5}}
+    path = folder / "tools.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+    return path
 
 
 def test_a_server_that_stands_apart_goes_on_while_verl_trains(tmp_path: Path) -> None:

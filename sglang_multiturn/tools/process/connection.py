@@ -136,6 +136,16 @@ class Connection:
             raise _ERRORS[reply.failure](reply.message)
         return reply
 
+    def look(self) -> None:
+        """Notice now that the other end is closed."""
+        try:
+            hung_up = self._sock.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return
+        except OSError:
+            hung_up = True
+        self.is_alive = self.is_alive and not hung_up
+
     async def finish(self) -> None:
         """Let the process end, and give it a moment to do so."""
         self.is_alive = False

@@ -144,7 +144,9 @@ class ProcessHost:
         return instance_id in self._instances and self._instances[instance_id].is_alive
 
     async def look(self, instance_id: str) -> None:
-        """The end of a process is heard of when it comes."""
+        """The end of a process is heard of when it comes, but the event loop may not have got to hearing it."""
+        if (connection := self._instances.get(instance_id)) is not None:
+            connection.look()
 
     def leaks(self) -> HostLeaks:
         """What is still held; nothing is ever left behind, since everything can be killed."""
