@@ -60,6 +60,7 @@ bench: $(READY) ## Measure what this package costs a turn, and what SGLang does 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/template_proof.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/hostile_tools.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_tail.py
 
 bench-trl: $(READY) ## What slow and hanging tools cost, beside TRL's GRPOTrainer (about seven minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trl_latency.py
