@@ -271,7 +271,7 @@ class SGLangEngine:
         await self._call(AbortAll())
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop sampling. New generations wait, and can be aborted while they do."""
+        """Stop sampling. New generations wait, and can be aborted while they do; also after a pause that failed."""
         self._require_started()
         self._serving.clear()  # before anything ends with `abort` and is asked again
         await self._call(Pause(mode=mode))

@@ -118,7 +118,7 @@ class VerlGenerator:
             raise EngineError(f"request {request_id}: verl's rollout server did not abort it: {error}") from error
 
     async def settle(self, request_id: str) -> None:
-        """Return when nothing of this conversation is left in the engine; what can be aborted is."""
+        """Return when nothing of this conversation is left in the engine, or here; what can be aborted is."""
         calls = [call for call in self._running.get(request_id, {}) if not call.done()]
         if calls:
             with contextlib.suppress(EngineError):  # a server that is gone has nothing left
@@ -126,6 +126,7 @@ class VerlGenerator:
             await asyncio.wait(calls)
         for call in list(self._running.get(request_id, {})):
             self._forget(request_id, call)
+        self._turned_away.pop(request_id, None)
 
     def _forget(self, request_id: str, call: asyncio.Task[TokenOutput]) -> None:
         calls = self._running[request_id]

@@ -208,8 +208,7 @@ def test_fully_async_goes_on_sampling_across_updates(tmp_path: Path) -> None:
     assert assert_rows_are_the_journals(run) == STEPS * PROMPTS * SAMPLES
     lines = interrupted(run)
     assert lines
-    for line in lines:
-        assert_exact(line)
+    assert all(assert_exact(line) for line in lines)
     rows = {row["request_id"]: row["versions"] for row in run.rows}
     cut = [rows[line.request_id] for line in lines]
     logged = [logged for logged in run.metrics if "actor/pg_loss" in logged]  # verl logs all steps but the last

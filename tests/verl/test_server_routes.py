@@ -220,6 +220,17 @@ async def test_who_waits_for_the_end_of_a_pause_can_be_cancelled(pool: Pool) -> 
             await server.resume_generation.remote()
 
 
+async def test_a_conversation_that_ended_has_nothing_to_wait_for(pool: Pool) -> None:
+    for server in pool.servers.values():
+        await server.abort_all_requests.remote()
+    await pool.ask("r1")
+    await pool.generator.settle("r1")
+    async with asyncio.timeout(TIMEOUT_S):
+        await pool.generator.serving("r1")  # its name may come again: the pause that it met is forgotten
+    for server in pool.servers.values():
+        await server.resume_generation.remote()
+
+
 async def test_settling_ends_what_was_left_behind(pool: Pool) -> None:
     running = pool.ask(name := endless())
     await pool.server_of(name)
