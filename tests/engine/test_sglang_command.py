@@ -1,4 +1,4 @@
-"""`sglang-multiturn rollout` on the real SGLang: a whole run, and one whose engine is killed in the middle."""
+"""`sglang-multiturn rollout` on the real SGLang: a whole run, and two that are killed in the middle and resumed."""
 
 from __future__ import annotations
 
@@ -47,14 +47,12 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (summary["rollouts"], summary["failed"]) == (32, 0)
 
 
-def test_an_engine_killed_in_the_middle_is_told_and_loses_nothing_that_had_finished(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    running = subprocess.Popen(command(tmp_path, 512, "--max-concurrent", 4), stderr=subprocess.PIPE, text=True)
-    for _ in watch(out, step=50):
-        if len(complete_lines(out / "trajectories.jsonl")) >= 3:
-            break
-    (engine,) = [p for p in psutil.Process(running.pid).children() if "sglang_child" in " ".join(p.cmdline())]
+QUESTIONS = 128
+"""So many that a run is in the middle when three have ended, and begun again it is soon over."""
+
+
+def test_a_run_that_lost_its_engine_says_so_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    running, engine = begun(tmp_path)
     engine.kill()
     _, said = running.communicate(timeout=120)
     said = " ".join(said.split())
@@ -62,13 +60,46 @@ def test_an_engine_killed_in_the_middle_is_told_and_loses_nothing_that_had_finis
     assert "finished rollouts: SGLang's process" in said
     assert "was killed by SIGKILL" in said
     assert "Traceback" not in said
-    kept = [Trajectory.from_json(line) for line in complete_lines(out / "trajectories.jsonl")]
-    assert 3 <= len(kept) < 512
-    assert len({t.request_id for t in kept}) == len(kept)
-    for trajectory in kept:
+    assert_resumed_loses_and_repeats_nothing(tmp_path / "out")
+
+
+def test_a_run_that_is_killed_takes_its_engine_along_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    running, engine = begun(tmp_path)
+    tree = [engine, *engine.children(recursive=True)]
+    running.kill()
+    running.communicate(timeout=120)
+    _, alive = psutil.wait_procs(tree, timeout=60)
+    assert alive == []
+    assert_resumed_loses_and_repeats_nothing(tmp_path / "out")
+
+
+def begun(tmp_path: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A run of which three conversations have ended, and its SGLang."""
+    out = tmp_path / "out"
+    out.mkdir()
+    running = subprocess.Popen(command(tmp_path, QUESTIONS, "--max-concurrent", 4), stderr=subprocess.PIPE, text=True)
+    for _ in watch(out, step=50):
+        if len(complete_lines(out / "trajectories.jsonl")) >= 3:
+            break
+    (engine,) = [p for p in psutil.Process(running.pid).children() if "sglang_child" in " ".join(p.cmdline())]
+    return running, engine
+
+
+def assert_resumed_loses_and_repeats_nothing(out: Path) -> None:
+    kept = complete_lines(out / "trajectories.jsonl")
+    assert 3 <= len(kept) < QUESTIONS
+    resume = [sys.executable, "-m", "sglang_multiturn", "rollout", "--resume", str(out)]
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = complete_lines(out / "trajectories.jsonl")
+    assert set(kept) <= set(lines)
+    ended = [Trajectory.from_json(line) for line in lines]
+    assert sorted(t.request_id for t in ended) == sorted(map(str, range(QUESTIONS)))
+    for trajectory in ended:
         trajectory.check()
         assert trajectory.state is RequestState.COMPLETED
 
 
 def complete_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return text.split("\n")[:-1]

@@ -16,6 +16,8 @@ import pytest
 os.environ.setdefault("SGLANG_MULTITURN_CPU", "1")
 pytest.importorskip("verl")
 
+from sglang_multiturn.chat.hf_template import HFChatTemplate
+
 REPOSITORY = Path(__file__).parents[2]
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -23,6 +25,11 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def tiny_model() -> Path:
     return REPOSITORY / "examples" / "gsm8k_tool" / "tiny_model"
+
+
+@pytest.fixture
+def template(tiny_model: Path) -> HFChatTemplate:
+    return HFChatTemplate.from_pretrained(tiny_model)
 
 
 @pytest.fixture

@@ -46,11 +46,6 @@ from in_worker import (
 
 
 @pytest.fixture
-def template(tiny_model: Path) -> HFChatTemplate:
-    return HFChatTemplate.from_pretrained(tiny_model)
-
-
-@pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfig:
     return demo_config(tmp_path, tiny_model, calculator_yaml)
 

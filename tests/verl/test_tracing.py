@@ -59,11 +59,6 @@ class Recorder:
 
 
 @pytest.fixture
-def template(tiny_model: Path) -> HFChatTemplate:
-    return HFChatTemplate.from_pretrained(tiny_model)
-
-
-@pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfig:
     config = demo_config(tmp_path, tiny_model, calculator_yaml)
     config.actor_rollout_ref.rollout.multi_turn.tool_config_path = tool_yaml(tmp_path, PayingTool)

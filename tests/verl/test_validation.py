@@ -43,11 +43,6 @@ ALWAYS_FAULTY = {"error_rate": 1.0}
 
 
 @pytest.fixture
-def template(tiny_model: Path) -> HFChatTemplate:
-    return HFChatTemplate.from_pretrained(tiny_model)
-
-
-@pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, calculator_yaml: Path) -> DictConfig:
     """Of a run whose validation samples exactly as its training does."""
     config = demo_config(tmp_path, tiny_model, calculator_yaml)
