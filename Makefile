@@ -43,7 +43,7 @@ compat-sglang: $(READY) ## Only SGLang's part of it
 prove: $(READY) ## Check every invariant over random conversations of every model family (EXAMPLES=20000 each; half an hour)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conversations.prove --examples $(EXAMPLES)
 
-verl-matrix: $(READY) ## Every stop reason and feature through real steps of verl's trainers (about half an hour)
+verl-matrix: $(READY) ## Every stop reason and feature through real steps of verl's trainers (about three quarters of an hour)
 	VERL_MATRIX=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=0 --durations-min=1 tests/verl/test_stop_reasons.py \
 		tests/verl/test_trainer_features.py tests/verl/test_resume_training.py tests/verl/test_async_trainers.py
 
