@@ -229,12 +229,15 @@ def test_watching_goes_on_until_ctrl_c(tmp_path: Path) -> None:
         line = [sys.executable, "-m", "sglang_multiturn", "status", str(tmp_path), "--watch"]
         with subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as watching:
             os.close(theirs)
-            drawn = b""
-            while drawn.count(b"1 in flight: 1 TOOL_CALLING") < 2:
-                drawn += os.read(ours, 1 << 16)
-            watching.send_signal(signal.SIGINT)
-            drawn += _rest(ours)
-            assert watching.wait(60) == 0
+            try:
+                drawn = b""
+                while drawn.count(b"1 in flight: 1 TOOL_CALLING") < 2:
+                    drawn += os.read(ours, 1 << 16)
+                watching.send_signal(signal.SIGINT)
+                drawn += _rest(ours)
+                assert watching.wait(60) == 0
+            finally:
+                watching.kill()
     assert b"Traceback" not in drawn
 
 
@@ -255,10 +258,13 @@ def test_watching_as_json_writes_a_line_each_time(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "sglang_multiturn", "status", str(tmp_path), "--watch", "--json"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
-        assert [json.loads(watching.stdout.readline())["in_flight"] for _ in range(2)] == [1, 1]
-        watching.send_signal(signal.SIGINT)
-        watching.communicate()
-        assert watching.returncode == 0
+        try:
+            assert [json.loads(watching.stdout.readline())["in_flight"] for _ in range(2)] == [1, 1]
+            watching.send_signal(signal.SIGINT)
+            watching.communicate(timeout=60)
+            assert watching.returncode == 0
+        finally:
+            watching.kill()
 
 
 @pytest.mark.parametrize(
